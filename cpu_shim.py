@@ -1,0 +1,43 @@
+"""Lets the unmodified megatron-core wheel run on a machine without CUDA, over gloo, so that every path of the trainer
+is exercised on a laptop. Where CUDA exists nothing is touched: one code path serves both.
+
+megatron-core names CUDA in four ways that a machine without it cannot serve: `device=torch.cuda.current_device()`,
+the literal `device="cuda"` (schedules.py), `Tensor.cuda()` and the type string 'torch.cuda.FloatTensor' (its
+optimizers), and the CUDA random states of its tracker. They are answered here, in this process only.
+"""
+import torch
+import torch._dynamo
+from torch.overrides import TorchFunctionMode
+
+_mode = None  # stays entered for the life of the process
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+
+def install():
+    """Idempotent; a no-op where CUDA is available. Call it before the first tensor or process group is made."""
+    global _mode
+    if torch.cuda.is_available() or _mode is not None:
+        return
+    torch._dynamo.config.disable = True  # Megatron's @jit_fuser is torch.compile, which would call a C++ compiler
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *_, **__: None
+    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.cuda.manual_seed = torch.manual_seed
+
+    from megatron.core.tensor_parallel import random
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+    _mode = _CudaMeansCpu()
+    _mode.__enter__()

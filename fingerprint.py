@@ -1,0 +1,42 @@
+"""A 64-bit fingerprint of a tensor's bits, that both sides of a weight sync compute: plain torch, CPU or CUDA.
+
+For a slice t[r0:r1, c0:c1] of a tensor, with i and j the row and column in the whole tensor (a 1-D tensor is one row):
+
+    f = sum_ij bits_ij * A(i) * B(j)  mod 2^64
+
+bits_ij is the element's raw bits as a signed integer. Slices add up, so shards are compared without being gathered.
+A and B are odd, so one changed element always changes f; they depend on the place, so swapped rows, columns or heads
+do too. It guards against mistakes, not against an adversary.
+"""
+import torch
+
+CHUNK = 1 << 21  # elements at a time: two int64 temporaries of 16 MiB
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_A = (0x9E3779B97F4A7C15, 0x632BE59BD9B4E019)
+_B = (0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+
+
+def _weights(start, stop, constants, device):
+    """(i * m + b) | 1 for i in [start, stop), wrapped to int64."""
+    m, b = (c - (1 << 64) if c >> 63 else c for c in constants)
+    return (torch.arange(start, stop, dtype=torch.int64, device=device) * m + b) | 1
+
+
+@torch.no_grad()
+def fingerprint(t, r0=0, c0=0):
+    """t: [columns] or [rows, columns], any dtype; r0, c0: where its first element lies in the whole tensor.
+    Returns an int, 0 <= f < 2^64; the fingerprints of disjoint slices add up mod 2^64 to the whole tensor's."""
+    if t.dim() not in (1, 2):
+        raise ValueError(f"fingerprint: a tensor of 1 or 2 dimensions is needed, not {tuple(t.shape)}")
+    t = t[None] if t.dim() == 1 else t
+    rows, columns = t.shape
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    for c in range(0, columns, CHUNK):
+        width = min(CHUNK, columns - c)
+        b = _weights(c0 + c, c0 + c + width, _B, t.device)
+        height = max(1, CHUNK // width)
+        for r in range(0, rows, height):
+            bits = t[r:r + height, c:c + width].contiguous().view(_BITS[t.element_size()]).to(torch.int64)
+            a = _weights(r0 + r, r0 + r + bits.size(0), _A, t.device)
+            total += ((bits * b).sum(1) * a).sum()
+    return total.item() & ((1 << 64) - 1)
