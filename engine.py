@@ -1,0 +1,244 @@
+"""One SGLang server: how it is started, spoken to and stopped.
+
+`server_command` is the command line and environment, `EngineClient` the HTTP verbs, `SGLangEngine` the Ray actor that
+owns the server's process. The server is SGLang as it is; `sglang_ext/` is put on its path (see there).
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+import ray
+import requests
+
+EXT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sglang_ext")
+
+
+class EngineError(RuntimeError):
+    """An engine failed: the message names the engine, the verb and the cause."""
+
+
+# ---- HTTP verbs -------------------------------------------------------------------------------------------
+class EngineClient:
+    """Control verbs of the server at `url` (http://host:port). Each is bounded by `timeout` seconds, 10 for health() and
+    info(), and raises EngineError on anything but 200. One connection per call: a kept one may be closed under a call."""
+
+    def __init__(self, url, api_key=None, timeout=120.0):
+        self.url, self.timeout = url.rstrip("/"), timeout
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def call(self, method, verb, body=None, timeout=None):
+        timeout = self.timeout if timeout is None else timeout
+        try:
+            with requests.Session() as session:
+                session.trust_env = False   # a proxy of the environment has no business between trainer and engine
+                answer = session.request(method, f"{self.url}/{verb}", json=body, headers=self.headers, timeout=timeout)
+        except requests.Timeout:
+            raise EngineError(f"engine {self.url}: {verb}: no answer within {timeout:g} s") from None
+        except requests.RequestException as error:
+            raise EngineError(f"engine {self.url}: {verb}: {root_cause(error)}") from None
+        if answer.status_code != 200:
+            text = " ".join(answer.text.split())[:500]
+            raise EngineError(f"engine {self.url}: {verb}: HTTP {answer.status_code} {text}")
+        return answer
+
+    def health(self):
+        """The HTTP side answers."""
+        self.call("GET", "health", timeout=min(10.0, self.timeout))
+
+    def health_generate(self):
+        """A token comes out of the scheduler (at least 1 s)."""
+        self.call("GET", "health_generate")
+
+    def info(self):
+        """dict: model_path, weight_version, ..."""
+        return self.call("GET", "model_info", timeout=min(10.0, self.timeout)).json()
+
+    def pause(self, mode="abort"):
+        """abort: running requests return what they have, new ones wait; 'retract' and 'in_place' keep them inside."""
+        self.call("POST", "pause_generation", {"mode": mode})
+
+    def resume(self):
+        self.call("POST", "continue_generation", {})
+
+    def flush_cache(self):
+        """Forgets every cached prefix. The server refuses (400) while requests run or wait."""
+        self.call("POST", "flush_cache")
+
+    def abort_all(self):
+        """Running and queued requests return with what they have, finish_reason 'abort'."""
+        self.call("POST", "abort_request", {"abort_all": True})
+
+    def init_group(self, address, port, rank_offset, world_size, name, backend):
+        """Joins a broadcast group as ranks rank_offset .. + tp - 1; answers when all `world_size` ranks are there."""
+        self.call("POST", "init_weights_update_group", {
+            "master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size,
+            "group_name": name, "backend": backend})
+
+    def update_from_distributed(self, names, dtypes, shapes, group_name, flush_cache=False):
+        """Receives one flattened bucket (uint8, tensors in order, no padding) from rank 0 of the group and loads it.
+        dtypes: 'float32', 'bfloat16', ... flush_cache=True kills the server while requests run or wait."""
+        self.call("POST", "update_weights_from_distributed", {
+            "names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name, "load_format": "flattened_bucket", "flush_cache": flush_cache})
+
+    def destroy_group(self, name):
+        self.call("POST", "destroy_weights_update_group", {"group_name": name})
+
+    def set_version(self, version):
+        """Published version: every later answer carries it as meta_info.weight_version."""
+        self.call("POST", "update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    def checksums(self):
+        """List, one per engine rank, of {'<hf name>|r0:r1|c0:c1': '<16 hex digits>'} (fingerprint.py)."""
+        answer = self.call("POST", "weights_checker", {"action": "checksum"}).json()
+        return [rank["checksums"] for rank in answer["ranks"]]
+
+    def release_memory(self, tags=None):
+        """Gives GPU memory back; tags: of 'weights', 'kv_cache', 'cuda_graph' (None: all). The server must be idle."""
+        self.call("POST", "release_memory_occupation", {"tags": tags})
+
+    def resume_memory(self, tags=None):
+        """Takes the memory again; the contents of weights and cache are undefined until they are written."""
+        self.call("POST", "resume_memory_occupation", {"tags": tags})
+
+
+def root_cause(error):
+    """'[Errno 111] Connection refused' out of the nest that requests and urllib3 build around it."""
+    found = re.findall(r"\[Errno [^\]]*\] [^'\")]*|Remote end closed[^'\")]*", str(error))
+    return found[-1] if found else f"{type(error).__name__}: {error}"
+
+
+# ---- command line -----------------------------------------------------------------------------------------
+def server_command(args, model_path, port, rank=0, host="127.0.0.1"):
+    """(argv, env) of one server. args.sglang_args come later than the defaults, and argparse lets the later flag win.
+
+    Reads args.device, bf16, seed, colocate, rollout_num_gpus_per_engine, sglang_args.
+    """
+    cuda, tp = args.device == "cuda", args.rollout_num_gpus_per_engine
+    argv = [sys.executable, os.path.join(EXT, "serve.py"), "--skip-tokenizer-init", "--skip-server-warmup",
+            "--dtype", "bfloat16" if args.bf16 else "float32", "--tp-size", str(tp), "--random-seed", str(args.seed + rank),
+            "--log-level-http", "warning"]
+    if cuda and args.colocate:
+        argv += ["--enable-memory-saver"]
+    if not cuda:   # --sleep-on-idle: an idle scheduler else burns most of a core
+        argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+                 "--grammar-backend", "none", "--sleep-on-idle", "--max-total-tokens", "65536", "--watchdog-timeout", "600"]
+    argv += [*args.sglang_args, "--model-path", model_path, "--host", host, "--port", str(port)]
+    return argv, server_environment(cuda, tp)
+
+
+def server_environment(cuda, tp):
+    env = dict(os.environ)
+    path = [EXT] if cuda else [EXT, os.path.join(EXT, "cpu")]
+    env["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [env.get("PYTHONPATH")])])
+    env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"   # /health answers at once; /health_generate still generates
+    if cuda:
+        env["NCCL_CUMEM_ENABLE"] = "0"   # must be the same in the trainer; SGLang sets 0 for itself
+    else:
+        env.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1", CUDA_VISIBLE_DEVICES="")
+        if tp > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i % os.cpu_count()) for i in range(tp))
+    return env
+
+
+def api_key(args):
+    """The key that clients must send: the value of --sglang-api-key, or None."""
+    return args.sglang_args[args.sglang_args.index("--api-key") + 1] if "--api-key" in args.sglang_args else None
+
+
+def pick_port(wanted, host, who):
+    """A free port of `host`, or `wanted` when given. EngineError if that is taken."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)   # a port in TIME_WAIT is free
+        try:
+            s.bind((host, wanted or 0))
+        except OSError as error:
+            raise EngineError(f"{who}: start: --sglang-port: {host}:{wanted} is not free ({error.strerror}); "
+                              f"choose another, or leave the flag out") from None
+        return s.getsockname()[1]
+
+
+def last_words(path, lines=12):
+    """The end of a server's log: the last error line first, then the last lines."""
+    with open(path, errors="replace") as f:
+        text = [line.rstrip() for line in f if line.strip()]
+    errors = [line for line in text if re.match(r"(\[[^\]]*\] )?(\w+\.)*\w*(Error|Exception|error)\b.*:", line)]
+    return "\n".join([*(errors[-1:] or ["no error line in its log"]), f"--- end of {path}", *text[-lines:]])
+
+
+# ---- the process ------------------------------------------------------------------------------------------
+@ray.remote(num_cpus=0)
+class SGLangEngine:
+    """Owns one server process, in a group of its own that dies with this actor (serve.py watches its stdin).
+
+    Reads what `server_command` reads and args.hf_checkpoint, run_dir, sglang_port, engine_start_timeout.
+    """
+
+    def __init__(self, rank, args):
+        self.rank, self.args, self.process = rank, args, None
+        self.log = os.path.join(args.run_dir, "logs", f"engine_{rank}.log")
+
+    def start(self):
+        """Starts the server and returns its url when it is healthy. EngineError with the cause if it is not in time."""
+        args, who = self.args, f"engine {self.rank}"
+        if not os.path.isfile(os.path.join(args.hf_checkpoint, "config.json")):
+            raise EngineError(f"{who}: start: --hf-checkpoint {args.hf_checkpoint}: there is no config.json")
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        host = "127.0.0.1" if nodes == 1 else ray.util.get_node_ip_address()
+        port = pick_port(args.sglang_port and args.sglang_port + self.rank, host, who)
+        argv, env = server_command(args, args.hf_checkpoint, port, self.rank, host)
+        env["TMPDIR"] = self.scratch = tempfile.mkdtemp(prefix="offbeat-")   # SGLang leaves its sockets behind
+        os.makedirs(os.path.dirname(self.log), exist_ok=True)
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
+                                            start_new_session=True)
+        self.client = EngineClient(f"http://{host}:{port}", api_key(args))
+        self.wait_until_healthy(who, time.monotonic() + args.engine_start_timeout)
+        return self.client.url
+
+    def wait_until_healthy(self, who, deadline):
+        while True:
+            if self.process.poll() is not None:
+                raise EngineError(f"{who}: start: {self.died()}")
+            try:
+                return self.client.health()
+            except EngineError:
+                if time.monotonic() > deadline:
+                    self.stop(grace=0)
+                    raise EngineError(f"{who}: start: not healthy within --engine-start-timeout "
+                                      f"{self.args.engine_start_timeout:g} s: {last_words(self.log)}") from None
+            time.sleep(0.1)
+
+    def died(self):
+        """None while the server runs, else why it ended: exit status and the last words of its log."""
+        if self.process is None or self.process.poll() is None:
+            return None
+        return f"the server ended with status {self.process.returncode}: {last_words(self.log)}"
+
+    def pid(self):
+        return self.process.pid
+
+    def stop(self, grace=1.0):
+        """Ends the server and its children: SIGTERM, `grace` seconds, then SIGKILL to its process group. The server has
+        nothing to save, and on SIGTERM alone sleeps for 5 s before it looks whether it may go."""
+        if self.process is None:
+            return
+        if self.process.poll() is None and grace > 0:
+            self.process.terminate()
+            try:
+                self.process.wait(grace)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)   # the id stays ours as long as one child of the group lives
+        except ProcessLookupError:
+            pass
+        self.process.wait(10)
+        shutil.rmtree(self.scratch, ignore_errors=True)
