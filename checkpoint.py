@@ -1,63 +1,79 @@
-"""One file per training rank with all that a step-identical resume needs, in the same parallel layout."""
+"""Checkpoints: a folder step_N holds one file for each training rank, the buffer's state, and meta.json, written last.
+
+N is the number of steps in the weights. A folder takes its name only when everything in it is on the disk, so what has the
+name is whole; meta.json lists the sizes, so what was cut off later is noticed.
+"""
+
+import json
 import os
+import shutil
 
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+import ray
 
-
-def rank_file(path):
-    return os.path.join(path, f"rank{dist.get_rank():05d}.pt")
+LAYOUT = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer", "bf16")
 
 
-def layout(optimizer):
-    return {"tensor": mpu.get_tensor_model_parallel_world_size(), "pipeline": mpu.get_pipeline_model_parallel_world_size(),
-            "data": mpu.get_data_parallel_world_size(), "optimizer": type(optimizer.chained_optimizers[0]).__name__}
+def save(args, step, trainers, rollout):
+    """Call where nothing is in flight: weights, optimizer, random states, buffer and the batch in hand are the whole state."""
+    final = os.path.join(args.save, f"step_{step:07d}")
+    folder = final + ".tmp"
+    shutil.rmtree(folder, ignore_errors=True)
+    os.makedirs(folder)
+    ray.get([trainer.save.remote(folder) for trainer in trainers] + [rollout.save.remote(folder, step)])
+    meta = {"step": step, "layout": {name: getattr(args, name) for name in LAYOUT},
+            "files": {name: os.path.getsize(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}}
+    with open(os.path.join(folder, "meta.json"), "w") as f:
+        json.dump(meta, f, indent=1)
+        f.flush()
+        os.fsync(f.fileno())
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(folder, final)
+    sync_folder(args.save)
+    for old in sorted(complete(args.save))[:-args.keep_checkpoints]:
+        shutil.rmtree(os.path.join(args.save, f"step_{old:07d}"))
 
 
-def inner(optimizer):
-    """The torch optimizers inside Megatron's. Their parameters are the fp32 masters, or this rank's slices of them."""
-    return [o.optimizer for o in optimizer.chained_optimizers]
+def latest(args):
+    """(step, folder) of the last whole checkpoint in args.save. ValueError if there is none or its layout is another."""
+    found = complete(args.save)
+    if not found:
+        raise ValueError(f"--load {args.load}: there is no whole checkpoint in {args.save}; start anew without --load")
+    step = max(found)
+    layout = {name: getattr(args, name) for name in LAYOUT}
+    differing = [f"--{name.replace('_', '-')} was {value}, is {layout[name]}"
+                 for name, value in found[step]["layout"].items() if layout[name] != value]
+    if differing:
+        raise ValueError(f"--load {args.load}: the checkpoint was saved with another layout: {'; '.join(differing)}")
+    return step, os.path.join(args.save, f"step_{step:07d}")
 
 
-def masters(torch_optimizer):
-    return [p for group in torch_optimizer.param_groups for p in group["params"]]
+def load(folder, step, trainers, rollout):
+    ray.get([trainer.load.remote(folder) for trainer in trainers] + [rollout.load.remote(folder, step)])
 
 
-def save_rank(path, ddp, optimizer, scheduler):
-    """Writes path/rankNNNNN.pt: weights, fp32 masters, optimizer and scheduler state, random states. The file appears
-    whole or not at all; ranks do not wait for each other."""
-    os.makedirs(path, exist_ok=True)
-    state = {
-        "layout": layout(optimizer),
-        "model": ddp.module.state_dict(),
-        "masters": [[p.data for p in masters(o)] for o in inner(optimizer)],
-        "optimizer": [o.state_dict()["state"] for o in inner(optimizer)],
-        "scheduler": scheduler.state_dict(),
-        "random": {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states(),
-                   "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None},
-    }
-    torch.save(state, rank_file(path) + ".tmp")
-    os.replace(rank_file(path) + ".tmp", rank_file(path))
+def complete(path):
+    """{step: meta} of the checkpoints whose files all have the size that meta.json says."""
+    found = {}
+    for name in os.listdir(path) if os.path.isdir(path) else ():
+        folder = os.path.join(path, name)
+        if not name.startswith("step_") or name.endswith(".tmp"):
+            continue
+        try:
+            with open(os.path.join(folder, "meta.json")) as f:
+                meta = json.load(f)
+            if all(os.path.getsize(os.path.join(folder, file)) == size for file, size in meta["files"].items()):
+                found[meta["step"]] = meta
+                continue
+        except (OSError, ValueError):
+            pass
+        print(f"warning: checkpoint {folder} is not whole and is left aside", flush=True)
+    return found
 
 
-def load_rank(path, ddp, optimizer, scheduler):
-    """The reverse, into objects that model.wrap made. The state comes from the file; learning rate, weight decay and
-    Adam's constants stay those of the flags. ValueError when there is no such file or it has another layout."""
-    if not os.path.isfile(rank_file(path)):
-        raise ValueError(f"--load: {rank_file(path)} does not exist")
-    state = torch.load(rank_file(path), map_location="cpu", weights_only=True)
-    if state["layout"] != layout(optimizer):
-        raise ValueError(f"--load {path}: saved with layout {state['layout']}, this run has {layout(optimizer)}")
-    ddp.module.load_state_dict(state["model"])
-    for o, saved, values in zip(inner(optimizer), state["optimizer"], state["masters"]):
-        o.load_state_dict({"state": saved, "param_groups": o.state_dict()["param_groups"]})
-        for p, value in zip(masters(o), values):
-            p.data.copy_(value)
-    scheduler.num_steps = 0
-    scheduler.load_state_dict(state["scheduler"])
-    torch.set_rng_state(state["random"]["cpu"])
-    if state["random"]["cuda"] is not None:
-        torch.cuda.set_rng_state(state["random"]["cuda"])
-    get_cuda_rng_tracker().set_states(state["random"]["tracker"])
+def sync_folder(path):
+    """Makes a rename durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

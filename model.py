@@ -6,6 +6,7 @@ log-probabilities with token_logprobs(). Gradients are summed over micro-batches
 nothing: the loss carries its own, global, denominator.
 """
 import datetime
+import json
 import math
 import os
 from contextlib import nullcontext
@@ -47,8 +48,8 @@ def init_parallel(rank, world_size, init_method, tp, pp, seed, timeout_s):
     """torch.distributed (NCCL on CUDA, gloo elsewhere) and Megatron's groups; data parallel size = world / (tp * pp).
     init_method: "tcp://host:port" of rank 0. timeout_s: seconds that joining and each collective may take."""
     if world_size % (tp * pp):
-        raise ValueError(f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does not "
-                         f"divide the {world_size} training ranks")
+        raise ValueError(f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does "
+                         f"not divide the {world_size} training ranks")
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -64,8 +65,14 @@ def init_parallel(rank, world_size, init_method, tp, pp, seed, timeout_s):
 def load_hf_config(path):
     """The transformers config of a Hugging Face directory. ValueError, one line, for what is not supported."""
     from transformers import AutoConfig
-    if not os.path.isfile(os.path.join(path, "config.json")):
+    file = os.path.join(path, "config.json")
+    if not os.path.isfile(file):
         raise ValueError(f"--hf-checkpoint {path}: no config.json there; give a Hugging Face model directory")
+    with open(file) as f:
+        model_type = json.load(f).get("model_type")
+    if model_type not in SUPPORTED:
+        raise ValueError(f"--hf-checkpoint {path}: model_type {model_type!r} is not supported; supported: "
+                         f"{', '.join(SUPPORTED)}")
     hf = AutoConfig.from_pretrained(path)
     check_supported(hf)
     return hf
@@ -73,10 +80,7 @@ def load_hf_config(path):
 
 def check_supported(hf):
     """ValueError, one line, when this file would compute something else than transformers does."""
-    rope = hf.rope_parameters if hasattr(hf, "rope_parameters") else {}
-    if hf.model_type not in SUPPORTED:
-        raise ValueError(f"--hf-checkpoint: model_type {hf.model_type!r} is not supported; supported: "
-                         f"{', '.join(SUPPORTED)}")
+    rope = hf.rope_parameters
     if rope["rope_type"] not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"--hf-checkpoint: rope_parameters {rope} are not supported; supported rope types: default, "
                          "linear, llama3, over the whole head")
@@ -102,14 +106,16 @@ def head_dim(hf):
 
 
 def megatron_config(hf, args):
-    """args: tensor_model_parallel_size, pipeline_model_parallel_size, sequence_parallel, bf16, recompute_granularity."""
+    """Reads of args: tensor_model_parallel_size, pipeline_model_parallel_size, sequence_parallel, bf16 and
+    recompute_granularity ("full" or None)."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     for what, size in (("num_attention_heads", hf.num_attention_heads), ("num_key_value_heads", hf.num_key_value_heads),
                        ("intermediate_size", hf.intermediate_size)):
         if size % tp:
             raise ValueError(f"--tensor-model-parallel-size {tp} does not divide the model's {what} {size}")
     if hf.num_hidden_layers % pp:
-        raise ValueError(f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_hidden_layers} layers")
+        raise ValueError(f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_hidden_layers} "
+                         "layers")
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     full_recompute = args.recompute_granularity == "full"
     return TransformerConfig(
@@ -190,14 +196,14 @@ class PackedAttention(MegatronModule):
 
     def one_sequence(self, q, k, v):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, length, dim]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale,
+                                             enable_gqa=q.size(1) != k.size(1))
         return out[0].transpose(0, 1)
 
 
 def build_model(hf, args):
     """This rank's pipeline stage, tensor parallel shard, on its device, in training mode, with random weights. In bf16
     it is wrapped in Megatron's Float16Module. Reads the fields of args that megatron_config names."""
-    check_supported(hf)
     config = megatron_config(hf, args)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     attention = layer.submodules.self_attention.submodules
@@ -254,9 +260,10 @@ def wrap(model, args):
         overlap_grad_reduce=False, check_for_nan_in_grad=True), model)
     optimizer = get_megatron_optimizer(OptimizerConfig(
         optimizer="adam", lr=args.lr, min_lr=args.min_lr, weight_decay=args.weight_decay, adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2, adam_eps=args.adam_eps, clip_grad=args.clip_grad, bf16=config.bf16,
+        adam_beta2=args.adam_beta2, adam_eps=args.adam_eps, clip_grad=args.clip_grad or math.inf, bf16=config.bf16,
         params_dtype=config.params_dtype, use_distributed_optimizer=args.use_distributed_optimizer),
         [ddp], use_gloo_process_groups=False)
+    # (clip_grad 0 would also skip computing the norm)
     # also what keeps weight decay away from norms and biases: it alone applies the groups' wd_mult
     scheduler = OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=args.lr, min_lr=args.min_lr, lr_warmup_steps=args.lr_warmup_iters,
@@ -293,14 +300,16 @@ def pack(samples, device, align=1):
         index += range(start + len(tokens) - response_length - 1, start + len(tokens) - 1)
         lengths.append(len(tokens))
         start += len(tokens)
-    if start % align:
-        lengths.append(align - start % align)
-        ids = ids + [0] * lengths[-1]
+    dummy = -start % align if samples else align  # no samples: a rank that has to take part with nothing to add
+    if dummy:
+        lengths.append(dummy)
+        ids += [0] * dummy
     ids = torch.tensor(ids, dtype=torch.long)
     index = torch.tensor(index, dtype=torch.long)
     starts = torch.tensor([0] + lengths).cumsum(0).to(device=device, dtype=torch.int32)
     layout = PackedSeqParams(  # not "thd": that would make Megatron rotate sequence by sequence, in every layer
-        qkv_format="sbhd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+        qkv_format="sbhd", cu_seqlens_q=starts, cu_seqlens_kv=starts,
+        max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])
     return PackedBatch(ids[None].to(device), positions.to(device), layout, index.to(device), ids[index + 1].to(device),
                        [n for _, n in samples])
@@ -362,7 +371,8 @@ def token_logprobs(model, hidden, labels, temperature, chunk=1024, entropy=False
     hidden: what forward() gave, [N, hidden]; labels: [N]. Differentiable, also inside Megatron's schedule. The logits
     of at most `chunk` rows exist at a time, forward and backward."""
     gpt = unwrap_model(model)
-    weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else gpt.output_layer.weight
+    tied = gpt.share_embeddings_and_output_weights
+    weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
     padded = max(0, (mpu.get_tensor_model_parallel_rank() + 1) * weight.size(0) - gpt.true_vocab_size)
 
     def rows(hidden, labels):
@@ -386,9 +396,9 @@ def token_logprobs(model, hidden, labels, temperature, chunk=1024, entropy=False
 def run(models, packed, loss_func, forward_only=False):
     """One pass over micro-batches through Megatron's schedule.
     models: [ddp], or [model] when forward_only. packed: [PackedBatch], alike on the ranks of a model replica.
-    loss_func(hidden [N, hidden], index of the micro-batch) -> (loss, metrics): a scalar that is differentiated as it is,
-    and anything. Returns the list of metrics on the last pipeline stage, [] elsewhere. With forward_only nothing is
-    differentiated, and the list has whatever loss_func returned."""
+    loss_func(hidden [N, hidden], index of the micro-batch) -> (loss, metrics): a scalar that is differentiated as it
+    is, and anything. Returns the list of metrics on the last pipeline stage, [] elsewhere. With forward_only nothing
+    is differentiated, and the list has whatever loss_func returned."""
     if not packed:
         raise ValueError("run: no micro-batches; each data parallel rank needs at least one")
 
@@ -408,3 +418,55 @@ def run(models, packed, loss_func, forward_only=False):
             forward_step_func=forward_step, data_iterator=iter(enumerate(packed)), model=models,
             num_microbatches=len(packed), seq_length=packed[0].ids.size(1), micro_batch_size=1,  # a hint: see
             forward_only=forward_only, collect_non_loss_data=forward_only)                       # variable_seq_lengths
+
+
+# ---- the checkpoint of one rank -------------------------------------------------------------------------------------
+def _layout(optimizer):
+    return {"rank": dist.get_rank(), "tensor parallel": mpu.get_tensor_model_parallel_world_size(),
+            "pipeline": mpu.get_pipeline_model_parallel_world_size(), "data parallel": mpu.get_data_parallel_world_size(),
+            "optimizer": type(optimizer.chained_optimizers[0]).__name__}
+
+
+def _masters(torch_optimizer):
+    """The fp32 parameters that it updates: the model's own, copies of them, or this rank's slices of those."""
+    return [p for group in torch_optimizer.param_groups for p in group["params"]]
+
+
+def save_rank(path, ddp, optimizer, scheduler):
+    """Writes file `path`, one for each rank: weights, fp32 masters, optimizer and scheduler state, random states; what
+    a step-identical resume in the same parallel layout needs. The file appears whole or not at all."""
+    torch_optimizers = [o.optimizer for o in optimizer.chained_optimizers]
+    state = {
+        "layout": _layout(optimizer),
+        "model": ddp.module.state_dict(),
+        "masters": [[p.data for p in _masters(o)] for o in torch_optimizers],
+        "optimizer": [o.state_dict()["state"] for o in torch_optimizers],
+        "scheduler": scheduler.state_dict(),
+        "random": {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+                   "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None},
+    }
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    torch.save(state, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
+
+
+def load_rank(path, ddp, optimizer, scheduler):
+    """The reverse, into what wrap() made. State comes from the file; learning rate, weight decay and Adam's constants
+    stay those of the flags. ValueError when there is no such file or it was saved in another layout."""
+    if not os.path.isfile(path):
+        raise ValueError(f"--load: {path} does not exist")
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if state["layout"] != _layout(optimizer):
+        raise ValueError(f"--load: {path} was saved in the layout {state['layout']}; this run has {_layout(optimizer)}")
+    ddp.module.load_state_dict(state["model"])
+    torch_optimizers = [o.optimizer for o in optimizer.chained_optimizers]
+    for o, saved, masters in zip(torch_optimizers, state["optimizer"], state["masters"]):
+        o.load_state_dict({"state": saved, "param_groups": o.state_dict()["param_groups"]})
+        for p, master in zip(_masters(o), masters):
+            p.data.copy_(master)
+    scheduler.num_steps = 0  # load_state_dict adds to it
+    scheduler.load_state_dict(state["scheduler"])
+    torch.set_rng_state(state["random"]["cpu"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["random"]["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["random"]["tracker"])
