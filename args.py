@@ -1,0 +1,398 @@
+"""Every flag, in groups; `--help` is the table. Names are those of slime, Megatron, SGLang or verl wherever they have one.
+
+`parse_args` checks what can be checked without starting anything and adds the derived values (listed in `derive`).
+Nothing changes args afterwards.
+"""
+
+import argparse
+import glob
+import importlib
+import inspect
+import json
+import math
+import os
+import time
+
+from data import load_rows
+from rewards import REWARDS
+
+
+def parse_args(argv=None, script="train_async.py"):
+    """argv: list of strings (None: the command line). Returns the checked namespace; exits with one line on bad input."""
+    parser = argparse.ArgumentParser(
+        prog=script, usage=f"{script} [flags]    (--help lists them)", allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="Any --sglang-FLAG is handed to the SGLang server as --FLAG.")
+    for add in (add_run, add_cluster, add_model, add_data, add_rollout, add_eval, add_algorithm, add_optimizer,
+                add_batching, add_sync, add_checkpoint, add_debug):
+        add(parser)
+    args, rest = parser.parse_known_args(argv)
+    try:
+        args.sglang_args = split_sglang(rest)   # derived
+        derive(args)
+        check(args, script)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return args
+
+
+# ---- flags ------------------------------------------------------------------------------------------------
+def add_run(parser):
+    g = parser.add_argument_group("run")
+    g.add_argument("--run-name", help="name of the run's folder (default: the time)")
+    g.add_argument("--output-dir", default="runs", help="folder that holds the runs' folders")
+    g.add_argument("--num-rollout", type=int, help="number of steps (or --num-epoch)")
+    g.add_argument("--num-epoch", type=int, help="end when the data were drawn this often")
+    g.add_argument("--seed", type=int, default=1234, help="seed of data order, sampling and dropout")
+    g.add_argument("--use-tensorboard", action="store_true", help="also write TensorBoard files to RUN/tensorboard")
+
+
+def add_cluster(parser):
+    g = parser.add_argument_group("cluster (a 'GPU' is one process on a machine without any)")
+    g.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
+    g.add_argument("--ray-address", help="an existing Ray cluster; without it a local one is started for the run")
+    g.add_argument("--actor-num-nodes", type=int, default=1, help="training nodes")
+    g.add_argument("--actor-num-gpus-per-node", type=int, default=1, help="training ranks on each node")
+    g.add_argument("--rollout-num-gpus", type=int, default=1, help="GPUs of all engines together")
+    g.add_argument("--rollout-num-gpus-per-engine", type=int, default=1, help="tensor parallel size of an engine")
+    g.add_argument("--num-gpus-per-node", type=int, default=8, help="GPUs that a node has")
+    g.add_argument("--rollout-external-engine-addrs", nargs="+", default=[], metavar="URL",
+                   help="use these running SGLang servers and start none")
+    g.add_argument("--sglang-port", type=int, help="port of engine 0; engine i takes port + i (default: free ports)")
+    g.add_argument("--engine-start-timeout", type=float, default=600, help="seconds that an engine may take to start")
+    g.add_argument("--distributed-timeout", type=float, default=600, help="seconds that a collective may take")
+
+
+def add_model(parser):
+    g = parser.add_argument_group("model")
+    g.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="Hugging Face directory: llama, qwen2 or qwen3")
+    g.add_argument("--ref-load", metavar="DIR", help="reference policy of the KL term (default: --hf-checkpoint)")
+    g.add_argument("--tensor-model-parallel-size", type=int, default=1, help="tensor parallel ranks")
+    g.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages")
+    g.add_argument("--sequence-parallel", action="store_true", help="split activations along the sequence under TP")
+    g.add_argument("--recompute-granularity", choices=("full",), help="recompute activations in the backward pass")
+    g.add_argument("--bf16", action="store_true", help="bf16 weights, fp32 master weights and gradients")
+
+
+def add_data(parser):
+    g = parser.add_argument_group("data")
+    g.add_argument("--prompt-data", metavar="FILE", help="prompts: JSONL, JSON or Parquet, or a hub data set's name")
+    g.add_argument("--input-key", default="prompt", help="column of the prompt: a text or a list of chat messages")
+    g.add_argument("--label-key", default="label", help="column of the reference answer")
+    g.add_argument("--metadata-key", help="column of a dict that rewards and tools may read")
+    g.add_argument("--apply-chat-template", action="store_true", help="render prompts with the tokenizer's template")
+    g.add_argument("--rollout-shuffle", action=argparse.BooleanOptionalAction, default=True,
+                   help="new order in each epoch, from --seed + epoch")
+    g.add_argument("--rollout-max-prompt-len", type=int, default=1024, help="longer prompts are dropped, and counted")
+
+
+def add_rollout(parser):
+    g = parser.add_argument_group("rollout")
+    g.add_argument("--rollout-batch-size", type=int, default=32, help="prompts (groups) of a step")
+    g.add_argument("--n-samples-per-prompt", type=int, default=8, help="samples of a group")
+    g.add_argument("--over-sampling-batch-size", type=int, help="groups kept submitted (default: the batch size)")
+    g.add_argument("--partial-rollout", action="store_true", help="aborted samples are continued, not started again")
+    g.add_argument("--mask-offpolicy-in-partial-rollout", action="store_true",
+                   help="no loss on older versions' tokens in continued samples")
+    g.add_argument("--rollout-max-response-len", type=int, default=1024, help="token budget of a response")
+    g.add_argument("--rollout-temperature", type=float, default=1.0, help="sampling temperature, on both sides")
+    g.add_argument("--rollout-top-p", type=float, default=1.0, help="needs --allow-processed-logprobs unless 1")
+    g.add_argument("--rollout-top-k", type=int, default=-1, help="needs --allow-processed-logprobs unless -1")
+    g.add_argument("--allow-processed-logprobs", action="store_true",
+                   help="accept sampling whose log-probs the trainer cannot reproduce")
+    g.add_argument("--rollout-stop-token-ids", type=int, nargs="+", default=[], help="further stop tokens")
+    g.add_argument("--sglang-server-concurrency", type=int, default=512, help="requests in flight per engine")
+    g.add_argument("--dynamic-sampling-filter", action="store_true", help="drop groups whose rewards are all equal")
+    g.add_argument("--dynamic-sampling-filter-path", metavar="MODULE.FUNCTION",
+                   help="own filter: f(args, samples) -> True to keep, or a reason to drop")
+    g.add_argument("--max-filter-rounds", type=float, default=10, help="give up after drawing this many batches")
+    g.add_argument("--rm-type", choices=sorted(REWARDS), default="exact", help="a reward of rewards.py")
+    g.add_argument("--custom-rm-path", metavar="MODULE.FUNCTION", help="own reward: f(args, sample) -> float; may be async")
+    g.add_argument("--group-rm", action="store_true", help="the reward takes a group's samples and returns a list")
+    g.add_argument("--custom-generate-function-path", metavar="MODULE.FUNCTION",
+                   help="own generation: async f(args, sample, generate) -> None")
+    g.add_argument("--max-sample-retries", type=int, default=3, help="tries of a request before its group is dropped")
+    g.add_argument("--generate-timeout", type=float, default=1800, help="seconds that one request may take")
+    g.add_argument("--reward-timeout", type=float, default=60, help="seconds that one reward may take")
+
+
+def add_eval(parser):
+    g = parser.add_argument_group("evaluation")
+    g.add_argument("--eval-interval", type=int, help="evaluate every so many versions, and at the start and the end")
+    g.add_argument("--eval-prompt-data", nargs="+", default=[], metavar="NAME FILE", help="pairs: NAME FILE ...")
+    g.add_argument("--n-samples-per-eval-prompt", type=int, default=1, help="samples of an evaluation prompt")
+    g.add_argument("--eval-temperature", type=float, help="default: --rollout-temperature; 0 is greedy")
+    g.add_argument("--eval-max-response-len", type=int, help="default: --rollout-max-response-len")
+    g.add_argument("--skip-eval-before-train", action="store_true", help="no evaluation of version 0")
+    g.add_argument("--eval-only", action="store_true", help="evaluate the loaded weights and stop")
+
+
+def add_algorithm(parser):
+    g = parser.add_argument_group("algorithm")
+    g.add_argument("--advantage-estimator", choices=("grpo",), default="grpo", help="advantages by group")
+    g.add_argument("--disable-grpo-std-normalization", action="store_true", help="do not divide by the group's std")
+    g.add_argument("--policy-old", choices=("rollout", "recompute"), default="rollout",
+                   help="old log-probs: the engine's, or recomputed at the start of the update")
+    g.add_argument("--eps-clip", type=float, default=0.2, help="lower clip of the ratio: 1 - eps")
+    g.add_argument("--eps-clip-high", type=float, help="upper clip: 1 + eps (default: --eps-clip)")
+    g.add_argument("--eps-clip-c", type=float, help="dual clip: bound c > 1 of the loss where the advantage is negative")
+    g.add_argument("--loss-agg-mode", choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+                   default="token-mean", help="aggregation over the global batch")
+    g.add_argument("--kl-coef", type=float, default=0.0, help="KL to the reference, taken from the reward")
+    g.add_argument("--use-kl-loss", action="store_true", help="KL to the reference in the loss")
+    g.add_argument("--kl-loss-coef", type=float, default=0.0, help="its coefficient")
+    g.add_argument("--kl-loss-type", choices=("k1", "k2", "k3", "low_var_kl"), default="low_var_kl",
+                   help="estimator, for both KL terms")
+    g.add_argument("--entropy-coef", type=float, default=0.0, help="entropy bonus")
+    g.add_argument("--max-lag", type=int, choices=(0, 1), default=1,
+                   help="train_async.py: 1 generates while training, 0 launches after it")
+
+
+def add_optimizer(parser):
+    g = parser.add_argument_group("optimizer (Megatron)")
+    g.add_argument("--lr", type=float, default=1e-6, help="learning rate")
+    g.add_argument("--min-lr", type=float, default=0.0, help="end of the decay")
+    g.add_argument("--lr-decay-style", choices=("constant", "linear", "cosine"), default="constant", help="schedule")
+    g.add_argument("--lr-warmup-iters", type=int, default=0, help="optimizer steps of linear warm-up")
+    g.add_argument("--lr-decay-iters", type=int, help="optimizer steps of the decay (default: the whole run)")
+    g.add_argument("--weight-decay", type=float, default=0.0, help="on matrices; norms and biases have none")
+    g.add_argument("--adam-beta1", type=float, default=0.9, help="Adam")
+    g.add_argument("--adam-beta2", type=float, default=0.98, help="Adam")
+    g.add_argument("--adam-eps", type=float, default=1e-8, help="Adam")
+    g.add_argument("--clip-grad", type=float, default=1.0, help="bound of the gradient's norm; 0: none")
+    g.add_argument("--use-distributed-optimizer", action="store_true", help="optimizer states split over DP ranks")
+
+
+def add_batching(parser):
+    g = parser.add_argument_group("batching")
+    g.add_argument("--global-batch-size", type=int, help="samples of an optimizer step (default: the whole batch)")
+    g.add_argument("--micro-batch-size", type=int, default=1, help="samples of a micro-batch")
+    g.add_argument("--use-dynamic-batch-size", action="store_true", help="pack micro-batches by --max-tokens-per-gpu")
+    g.add_argument("--max-tokens-per-gpu", type=int, default=16384, help="tokens of a packed micro-batch")
+    g.add_argument("--log-probs-chunk-size", type=int, default=1024,
+                   help="positions whose logits exist at one time in fp32")
+
+
+def add_sync(parser):
+    g = parser.add_argument_group("weight sync")
+    g.add_argument("--update-weights-interval", type=int, default=1, help="steps between two published versions")
+    g.add_argument("--update-weight-buffer-size", type=int, default=512 * 1024 * 1024, help="bytes of a bucket")
+    g.add_argument("--update-weight-timeout", type=float, default=300, help="seconds for joining and for each bucket")
+
+
+def add_checkpoint(parser):
+    g = parser.add_argument_group("checkpoints")
+    g.add_argument("--save", metavar="DIR", help="folder of the checkpoints (default: RUN/checkpoints)")
+    g.add_argument("--save-interval", type=int, help="steps between two checkpoints (default: none at all)")
+    g.add_argument("--keep-checkpoints", type=int, default=2, help="how many of the last checkpoints stay")
+    g.add_argument("--load", metavar="DIR", help="a run's folder: goes on from its last checkpoint, in the same folder")
+    g.add_argument("--save-hf", metavar="DIR", help="export the final weights as a Hugging Face directory")
+
+
+def add_debug(parser):
+    g = parser.add_argument_group("the two halves alone")
+    g.add_argument("--debug-rollout-only", action="store_true", help="generate, do not train")
+    g.add_argument("--debug-train-only", action="store_true", help="train on --load-debug-rollout-data, start no engine")
+    g.add_argument("--save-debug-rollout-data", metavar="PATH", help="write each batch; {step} is its number")
+    g.add_argument("--load-debug-rollout-data", metavar="PATH", help="read each batch instead of generating it")
+
+
+# ---- derived values ---------------------------------------------------------------------------------------
+def split_sglang(rest):
+    """['--sglang-mem-fraction-static', '.7'] -> ['--mem-fraction-static', '.7']. ValueError for any other flag."""
+    if rest and not rest[0].startswith("--sglang-"):
+        raise ValueError(f"unknown flag {rest[0]}: see --help")
+    for word in rest:
+        if word.startswith("--") and not word.startswith("--sglang-"):
+            raise ValueError(f"unknown flag {word}: see --help")
+    return [word.replace("--sglang-", "--", 1) for word in rest]
+
+
+def derive(args):
+    """The values that follow from flags: args.x below is either derived here or a flag's default that depends on others."""
+    if args.device == "auto":
+        args.device = "cuda" if glob.glob("/dev/nvidia[0-9]*") else "cpu"
+    args.colocate = False
+    args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
+    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if args.world_size % model_parallel:
+        raise ValueError(f"--actor-num-nodes x --actor-num-gpus-per-node = {args.world_size} training ranks do not divide by "
+                         f"tensor x pipeline = {model_parallel}: change --actor-num-gpus-per-node")
+    args.data_parallel_size = args.world_size // model_parallel
+    if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
+        raise ValueError(f"--rollout-num-gpus {args.rollout_num_gpus} does not divide by "
+                         f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}")
+    args.num_engines = (len(args.rollout_external_engine_addrs)
+                        or args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
+    args.samples_per_step = args.rollout_batch_size * args.n_samples_per_prompt
+    args.global_batch_size = args.global_batch_size or args.samples_per_step
+    args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size
+    args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
+    args.eval_temperature = args.rollout_temperature if args.eval_temperature is None else args.eval_temperature
+    args.eval_max_response_len = args.eval_max_response_len or args.rollout_max_response_len
+    args.use_reference = args.kl_coef != 0 or args.use_kl_loss
+    args.ref_load = args.ref_load or args.hf_checkpoint
+    if args.load:
+        args.output_dir, args.run_name = os.path.split(os.path.abspath(args.load))
+    args.run_name = args.run_name or time.strftime("%Y%m%d-%H%M%S")
+    args.run_dir = os.path.abspath(os.path.join(args.output_dir, args.run_name))
+    args.save = os.path.abspath(args.save or os.path.join(args.run_dir, "checkpoints"))
+
+
+# ---- checks -----------------------------------------------------------------------------------------------
+def check(args, script):
+    """Everything that can be refused before a process starts. ValueError: one line with the flag and the arithmetic."""
+    check_batches(args)
+    check_model(args)
+    check_data(args)
+    check_combinations(args, script)
+    check_hooks(args)
+    check_folders(args)
+
+
+def check_batches(args):
+    positive = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "max_tokens_per_gpu", "keep_checkpoints",
+                "micro_batch_size", "update_weights_interval", "rollout_max_response_len", "rollout_num_gpus",
+                "sglang_server_concurrency", "update_weight_buffer_size", "log_probs_chunk_size", "n_samples_per_eval_prompt")
+    for name in positive:
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, is {getattr(args, name)}")
+    for name in ("num_rollout", "num_epoch", "eval_interval", "save_interval"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, is {getattr(args, name)}")
+    if args.samples_per_step % args.global_batch_size:
+        raise ValueError(f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} "
+                         f"= {args.samples_per_step} samples do not divide by --global-batch-size {args.global_batch_size}")
+    if args.global_batch_size % args.data_parallel_size:
+        raise ValueError(f"--global-batch-size {args.global_batch_size} does not divide by the {args.data_parallel_size} "
+                         f"data-parallel ranks")
+    if args.over_sampling_batch_size < args.rollout_batch_size:
+        raise ValueError(f"--over-sampling-batch-size {args.over_sampling_batch_size} is smaller than "
+                         f"--rollout-batch-size {args.rollout_batch_size}")
+    if args.save_interval and args.save_interval % args.update_weights_interval:
+        raise ValueError(f"--save-interval {args.save_interval} must be a multiple of --update-weights-interval "
+                         f"{args.update_weights_interval}: a resume publishes the saved weights")
+    if args.num_rollout is None and args.num_epoch is None and not args.eval_only:
+        raise ValueError("say when the run ends: --num-rollout or --num-epoch")
+
+
+def check_model(args):
+    config = read_config(args.hf_checkpoint, "--hf-checkpoint")
+    if args.use_reference:
+        read_config(args.ref_load, "--ref-load")
+    longest = max(args.rollout_max_response_len, args.eval_max_response_len)
+    positions = config.get("max_position_embeddings", math.inf)
+    if args.rollout_max_prompt_len + longest > positions:
+        raise ValueError(f"--rollout-max-prompt-len {args.rollout_max_prompt_len} + response length {longest} = "
+                         f"{args.rollout_max_prompt_len + longest} tokens exceed the model's {positions} positions")
+    longest = args.rollout_max_prompt_len + args.rollout_max_response_len
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu < longest:
+        raise ValueError(f"--max-tokens-per-gpu {args.max_tokens_per_gpu} is smaller than one sample: --rollout-max-prompt-len "
+                         f"{args.rollout_max_prompt_len} + --rollout-max-response-len {args.rollout_max_response_len} = {longest}")
+    for name, size in (("num_attention_heads", args.tensor_model_parallel_size),
+                       ("num_key_value_heads", args.tensor_model_parallel_size),
+                       ("num_hidden_layers", args.pipeline_model_parallel_size)):
+        if config.get(name, 0) % size:
+            raise ValueError(f"the model's {name} = {config[name]} does not divide by the parallel size {size}")
+
+
+def read_config(path, flag):
+    """config.json of a Hugging Face directory as a dict. ValueError when it is not there or of an unknown architecture."""
+    file = os.path.join(path, "config.json")
+    if not os.path.exists(file):
+        raise ValueError(f"{flag} {path}: there is no config.json; give a Hugging Face model directory")
+    with open(file) as f:
+        config = json.load(f)
+    if config.get("model_type") not in ("llama", "qwen2", "qwen3"):
+        raise ValueError(f"{flag} {path}: architecture {config.get('model_type')!r} is not supported; llama, qwen2, qwen3 are")
+    return config
+
+
+def check_data(args):
+    if not args.prompt_data and not (args.eval_only or args.debug_train_only):
+        raise ValueError("--prompt-data is missing")
+    if len(args.eval_prompt_data) % 2:
+        raise ValueError("--eval-prompt-data takes pairs: NAME FILE [NAME FILE ...]")
+    if (args.eval_interval or args.eval_only) and not args.eval_prompt_data:
+        raise ValueError("--eval-interval and --eval-only need --eval-prompt-data NAME FILE")
+    args.eval_sets = list(zip(args.eval_prompt_data[::2], args.eval_prompt_data[1::2]))   # derived
+    for name, path in args.eval_sets:
+        load_rows(path, args, f"--eval-prompt-data {name}")
+    if args.prompt_data:
+        rows = len(load_rows(args.prompt_data, args, "--prompt-data"))
+        if args.num_epoch:   # derived: the step at which the data end, unless --num-rollout comes first
+            steps = rows * args.num_epoch // args.rollout_batch_size
+            if steps == 0:
+                raise ValueError(f"--num-epoch {args.num_epoch} x {rows} rows of --prompt-data do not fill one "
+                                 f"--rollout-batch-size {args.rollout_batch_size}")
+            args.num_rollout = min(args.num_rollout or steps, steps)
+    args.num_updates = (args.num_rollout or 0) * args.samples_per_step // args.global_batch_size   # derived
+    args.lr_decay_iters = args.lr_decay_iters or args.num_updates
+
+
+def check_combinations(args, script):
+    processed = args.rollout_top_p < 1 or args.rollout_top_k > 0
+    if processed and not args.allow_processed_logprobs:
+        raise ValueError("--rollout-top-p < 1 and --rollout-top-k change the engine's log-probs so that the trainer's cannot "
+                         "match them; leave them out or accept that by --allow-processed-logprobs")
+    if args.rollout_temperature <= 0:
+        raise ValueError(f"--rollout-temperature {args.rollout_temperature}: training needs a temperature above 0")
+    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+        raise ValueError(f"--eps-clip-c {args.eps_clip_c} must be above 1")
+    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
+        raise ValueError("--mask-offpolicy-in-partial-rollout needs --partial-rollout")
+    if args.debug_train_only and not args.load_debug_rollout_data:
+        raise ValueError("--debug-train-only needs --load-debug-rollout-data")
+    if args.debug_train_only and args.debug_rollout_only:
+        raise ValueError("--debug-train-only and --debug-rollout-only exclude each other")
+    if args.use_kl_loss and not args.kl_loss_coef:
+        raise ValueError("--use-kl-loss needs --kl-loss-coef")
+    if args.bf16 and args.device == "cpu":
+        raise ValueError("--bf16 needs a GPU: on the CPU weights are fp32")
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1")
+    if script == "train_sync.py" and args.update_weights_interval > 1:
+        raise ValueError("--update-weights-interval above 1 needs train_async.py: train_sync.py is on-policy")
+    if args.max_lag == 0 and args.update_weights_interval > 1:
+        raise ValueError(f"--max-lag 0 is below --update-weights-interval - 1 = {args.update_weights_interval - 1}")
+    if args.device == "cuda":
+        check_gpus(args)
+
+
+def check_gpus(args):
+    """Nodes needed with t training and r rollout GPUs on a node of p: max(tn, rn) if t + r <= p, else tn + rn."""
+    t, p = args.actor_num_gpus_per_node, args.num_gpus_per_node
+    if max(t, args.rollout_num_gpus_per_engine) > p:
+        raise ValueError(f"--actor-num-gpus-per-node {t} and --rollout-num-gpus-per-engine "
+                         f"{args.rollout_num_gpus_per_engine} must fit a node: --num-gpus-per-node {p}")
+
+
+def check_hooks(args):
+    for flag, count in (("custom_rm_path", 2), ("dynamic_sampling_filter_path", 2), ("custom_generate_function_path", 3)):
+        if getattr(args, flag):
+            load_function(getattr(args, flag), "--" + flag.replace("_", "-"), count)
+
+
+def load_function(path, flag, count):
+    """'module.function' -> the function. ValueError if it cannot be imported or does not take `count` arguments."""
+    module, _, name = path.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), name)
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        raise ValueError(f"{flag} {path}: must take {count} arguments, is {name}{inspect.signature(function)}") from None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{flag} {path}: {error}") from None
+    return function
+
+
+def check_folders(args):
+    if args.load and not os.path.isdir(args.load):
+        raise ValueError(f"--load {args.load}: no such folder")
+    if args.load and not os.path.isdir(args.save):
+        raise ValueError(f"--load {args.load}: there is no checkpoint in {args.save}")
+    if not args.load and os.path.exists(os.path.join(args.run_dir, "ledger.jsonl")):
+        raise ValueError(f"{args.run_dir} holds a run already: choose another --run-name, or go on with --load {args.run_dir}")
+    if args.save_hf and os.path.exists(args.save_hf):
+        raise ValueError(f"--save-hf {args.save_hf} is there already")
+    os.makedirs(args.run_dir, exist_ok=True)

@@ -1,0 +1,61 @@
+"""Prompt data: rows of a file become prompt tokens when they are drawn, not before."""
+
+import os
+
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+class PromptRows:
+    """A sequence of prompts. `rows[i]` -> {"prompt": text, "prompt_tokens": ids, "label": text, "metadata": dict}.
+
+    Nothing is tokenized at start and nothing is copied: a million rows are as quick to open as a hundred.
+    """
+
+    def __init__(self, path, args, tokenizer):
+        self.rows = load_rows(path, args, "data")
+        self.args, self.tokenizer = args, tokenizer
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        args, row = self.args, self.rows[i]
+        prompt = row[args.input_key]
+        if args.apply_chat_template:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(f"--prompt-data: row {i} has no text in column {args.input_key!r} (it holds {str(prompt)[:60]!r}); "
+                             f"lists of messages need --apply-chat-template")
+        return {"prompt": prompt,
+                "prompt_tokens": self.tokenizer.encode(prompt, add_special_tokens=False),
+                "label": str(row.get(args.label_key, "")),
+                "metadata": dict(row[args.metadata_key] or {}) if args.metadata_key else {}}
+
+
+def load_rows(path, args, flag):
+    """A `datasets.Dataset`. ValueError naming the flag, one line, for a missing file, an unknown format, missing columns or no rows."""
+    import datasets   # takes a second or two: only those who read data pay for it
+
+    datasets.disable_progress_bars()
+    suffix = os.path.splitext(path)[1]
+    try:
+        if suffix in FORMATS:
+            if not os.path.exists(path):
+                raise ValueError("no such file")
+            if os.path.getsize(path) == 0:
+                raise ValueError("the file is empty")
+            rows = datasets.load_dataset(FORMATS[suffix], data_files=path, split="train")
+        else:
+            rows = datasets.load_dataset(path, split="train")
+    except Exception as error:   # whatever the library raises, the user needs the file's name and the reason in one line
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ValueError(f"{flag} {path}: {reason}") from None
+    needed = [args.input_key] + ([] if args.custom_rm_path else [args.label_key]) + ([args.metadata_key] if args.metadata_key else [])
+    missing = [key for key in needed if key not in rows.column_names]
+    if missing:
+        raise ValueError(f"{flag} {path}: there is no column {missing[0]!r}; there are {', '.join(rows.column_names)} "
+                         f"(see --input-key, --label-key, --metadata-key)")
+    if len(rows) == 0:
+        raise ValueError(f"{flag} {path}: no rows")
+    return rows

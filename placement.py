@@ -1,0 +1,160 @@
+"""Puts processes on machines: starts Ray, the engines, the training ranks and the rollout manager, and takes them down.
+
+Training and rollout GPUs are disjoint because each actor reserves its own in Ray; that is checked here, not hoped for.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from tqdm import tqdm
+
+import checkpoint
+from engine import EngineError, SGLangEngine
+from rollout import RolloutManager
+from sync_weights import free_address, sync_weights
+from tracking import Tracker
+from trainer import TrainWorker
+
+
+def run(train, args):
+    """Starts everything, runs an entry script's loop `train(args, trainers, rollout, tracker, start_step)`, and takes
+    everything down whatever happens. Exits non-zero on an error; its cause is the last line on standard error."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))    # so that `finally` below is reached
+    engines, status = [], 0
+    try:
+        step, folder = checkpoint.latest(args) if args.load else (0, None)
+        start_ray(args)
+        trainers, rollout = launch(args, engines)
+        if folder:
+            checkpoint.load(folder, step, trainers, rollout)
+        tracker = Tracker(args, step)
+        trained = step if args.eval_only else train(args, trainers, rollout, tracker, step)
+        finish(args, trained, trainers, rollout, tracker, save=trained > step)
+    except KeyboardInterrupt:
+        status = 130
+    except SystemExit as error:
+        status = error.code
+    except Exception as error:
+        status = 1
+        report(error, args)
+    finally:
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, signal.SIG_IGN)                # a second Ctrl-C must not cut the cleaning short
+        stop(engines)
+    sys.exit(status)
+
+
+def finish(args, step, trainers, rollout, tracker, save):
+    """After the last step: the last checkpoint, one more sync, the evaluation of what it published, the export."""
+    if save and args.save_interval:
+        checkpoint.save(args, step, trainers, rollout)
+    if args.eval_sets:
+        tracker.note(sync_weights(trainers, rollout, version=step))
+        tracker.evaluate(rollout)
+    if args.save_hf:
+        ray.get([trainer.export.remote(args.save_hf) for trainer in trainers])
+    tracker.summary()
+
+
+def report(error, args):
+    """The whole trace goes to a file, the cause in one line to the terminal."""
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) and error.cause else error
+    path = os.path.join(args.run_dir, "logs", "error.txt")
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w") as f:
+        f.write(str(error) + "\n" + "".join(traceback.format_exception(error)))
+    kind = "" if isinstance(cause, (ValueError, EngineError)) else f"{type(cause).__name__}: "
+    print(f"error: {kind}{cause}   (trace: {path})", file=sys.stderr, flush=True)
+
+
+# ---- Ray --------------------------------------------------------------------------------------------------
+def start_ray(args):
+    """A local cluster for this run alone, or the one at --ray-address. ValueError when it has too few GPUs."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    quiet = {"include_dashboard": False, "logging_level": "ERROR"}
+    print("starting Ray", flush=True)
+    if args.ray_address:
+        ray.init(address=args.ray_address, logging_level="ERROR")
+    elif args.device == "cuda":
+        ray.init(**quiet)
+    else:
+        ray.init(num_cpus=args.world_size + args.num_engines + 1, num_gpus=0, **quiet)
+    have, training = int(ray.cluster_resources().get("GPU", 0)), 0 if args.debug_rollout_only else args.world_size
+    rollout = 0 if args.debug_train_only or args.rollout_external_engine_addrs else args.rollout_num_gpus
+    if args.device == "cuda" and training + rollout > have:
+        raise ValueError(f"{training} GPUs for training (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
+                         f"{args.actor_num_gpus_per_node}) + {rollout} for --rollout-num-gpus = {training + rollout}, but the "
+                         f"cluster has {have}")
+
+
+def launch(args, engines):
+    """Starts engines, training ranks and the rollout manager side by side and joins them. -> (trainers, rollout).
+    `engines` is filled as they start, so that the caller can stop them when a later part fails."""
+    started = time.time()
+    urls = args.rollout_external_engine_addrs
+    if not (args.debug_train_only or urls):
+        options = reserve(args.num_engines, args.rollout_num_gpus_per_engine, args.device)
+        engines += [SGLangEngine.options(**options[i]).remote(i, args) for i in range(args.num_engines)]
+    starting = [engine.start.remote() for engine in engines]
+    rollout = ray.remote(RolloutManager).options(num_cpus=0, max_concurrency=1000).remote(args)
+    trainers = start_trainers(args)
+    wait_for([*starting, *(trainer.ready.remote() for trainer in trainers)], max(args.engine_start_timeout, args.distributed_timeout),
+             f"{len(engines)} engines and {len(trainers)} training ranks")
+    urls = urls or ray.get(starting)
+    ray.get(rollout.connect.remote(urls))
+    ray.get([trainer.join_engines.remote(urls, uuid.uuid4().hex[:8]) for trainer in trainers])   # a new name for each run
+    print(f"everything is up after {time.time() - started:.0f} s", flush=True)
+    return trainers, rollout
+
+
+def start_trainers(args):
+    if args.debug_rollout_only:
+        return []
+    options = reserve(args.world_size, 1, args.device)
+    address = ray.remote(free_address).options(**options[0])
+    host, port = ray.get(address.remote(), timeout=args.distributed_timeout)
+    return [ray.remote(TrainWorker).options(**options[rank]).remote(args, rank, f"{host}:{port}") for rank in range(args.world_size)]
+
+
+def reserve(count, gpus, device):
+    """Actor options for `count` actors of `gpus` GPUs each, packed on as few nodes as possible. A GPU reserved here is
+    nobody else's, so training and rollout cannot end up on the same one."""
+    if device == "cpu":
+        return [{"num_cpus": 0}] * count
+    group = placement_group([{"GPU": gpus, "CPU": 1}] * count, strategy="PACK")
+    if not group.wait(120):
+        raise RuntimeError(f"Ray did not find {count} x {gpus} free GPUs within 120 s")
+    return [{"num_gpus": gpus, "num_cpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, i)}
+            for i in range(count)]
+
+
+def wait_for(refs, limit, what):
+    """Waits with a progress bar; the first error is raised at once."""
+    deadline, waiting = time.time() + limit, list(refs)
+    with tqdm(total=len(refs), desc=f"starting {what}", unit="part", bar_format="{desc}: {n}/{total} after {elapsed}") as bar:
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=1)
+            ray.get(done)
+            bar.update(len(done))
+            bar.refresh()
+            if time.time() > deadline:
+                raise RuntimeError(f"{len(waiting)} of {what} were not ready within {limit:g} s")
+
+
+def stop(engines):
+    """Ends the servers, then Ray and with it every actor. Nothing else is touched."""
+    if not ray.is_initialized():
+        return
+    try:
+        ray.get([engine.stop.remote() for engine in engines], timeout=60)
+    except Exception as error:      # a server that does not end is killed with its actor
+        print(f"warning: stopping the engines: {type(error).__name__}: {error}", file=sys.stderr)
+    ray.shutdown()

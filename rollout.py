@@ -1,0 +1,472 @@
+"""Generation: keeps the engines busy, rewards what comes back, and hands finished groups over as a batch.
+
+`RolloutManager` becomes one asynchronous Ray actor. All its state is touched by one event loop, so there are no locks, and
+a control call is answered while thousands of requests are open: those wait in `await`. Requests go straight to the
+engines over HTTP; the engine actors only own the processes.
+"""
+
+import asyncio
+import hashlib
+import inspect
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import aiohttp
+import numpy as np
+import ray
+from transformers import AutoTokenizer
+
+from args import load_function
+from buffer import Buffer, Group, Ledger, Sample
+from data import PromptRows
+from engine import EngineClient, EngineError, api_key
+from fingerprint import check_fingerprints
+from rewards import REWARDS
+
+
+class Dropped(Exception):
+    """Ends one group, not the run: its message is the reason in the ledger."""
+
+
+@dataclass
+class Lane:
+    """What the manager knows about one engine."""
+    url: str
+    client: EngineClient
+    slots: asyncio.Semaphore          # bounds the requests in flight; the next one starts at every completion
+    tokens: int = 0                   # tokens of the requests in flight: the least loaded engine gets the next group
+    seconds: float = 0.0              # time with at least one request in flight
+    requests: int = 0
+    since: float = 0.0
+
+
+@dataclass
+class Work:
+    """A group on its way. `aborting` is read by its samples before each request."""
+    group: Group
+    lane: Lane
+    rids: set = field(default_factory=set)
+    aborting: bool = False
+
+
+class RolloutManager:
+    def __init__(self, args):
+        self.args = args
+        self.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
+        self.lanes = []
+        self.buffer = None                        # --debug-train-only and --eval-only may come without prompts
+        if args.prompt_data:
+            rows, ledger = PromptRows(args.prompt_data, args, self.tokenizer), Ledger(ledger_path(args))
+            self.buffer = Buffer(rows, args.n_samples_per_prompt, args.seed, ledger, shuffle=args.rollout_shuffle,
+                                 num_epoch=args.num_epoch, partial_rollout=args.partial_rollout)
+        self.eval_rows = {name: PromptRows(path, args, self.tokenizer) for name, path in args.eval_sets}
+        self.version = None                       # published to all engines
+        self.works = {}                           # group id -> Work, of the groups in flight
+        self.session = None
+        self.threads = ThreadPoolExecutor(64, "reward")
+        self.reward = load_function(args.custom_rm_path, "--custom-rm-path", 2) if args.custom_rm_path else REWARDS[args.rm_type]
+        self.generate_sample = (load_function(args.custom_generate_function_path, "--custom-generate-function-path", 3)
+                                if args.custom_generate_function_path else plain_generate)
+        self.keep_group = (load_function(args.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path", 2)
+                           if args.dynamic_sampling_filter_path else keep_spread if args.dynamic_sampling_filter else None)
+
+    def connect(self, urls):
+        """The engines that are up."""
+        key = api_key(self.args)
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.lanes = [Lane(url, EngineClient(url, key), asyncio.Semaphore(self.args.sglang_server_concurrency)) for url in urls]
+
+    # ---- the batch of a step ------------------------------------------------------------------------------
+    async def generate(self, step):
+        """Collects the batch of `step` and returns (reference to the batch, metrics), or (None, {}) when the data have ended.
+
+        After a resume the batch that waited at the save is handed out as it was.
+        """
+        started, args, counts = time.time(), self.args, {}
+        if args.load_debug_rollout_data:
+            groups = load_groups(args.load_debug_rollout_data.format(step=step))
+        else:
+            groups = self.buffer.waiting(step)
+        if groups is None:
+            counts = await self.collect(args.rollout_batch_size)
+            if self.buffer.finished_count < args.rollout_batch_size:
+                return None, {}
+            groups = self.buffer.take(step, args.rollout_batch_size)
+        if args.save_debug_rollout_data:
+            save_groups(args.save_debug_rollout_data.format(step=step), groups)
+        seconds = time.time() - started
+        metrics = {**batch_metrics(step, groups), **counts, "perf/generate_time": seconds, **self.lane_metrics(seconds)}
+        return ray.put(make_batch(args, step, groups)), metrics
+
+    async def collect(self, wanted):
+        """Keeps groups submitted until `wanted` are finished and accepted, then aborts the rest. Surplus stays in the buffer."""
+        tasks, counts = set(), {"drawn": 0, "all_right": 0, "all_wrong": 0}
+        target = self.args.over_sampling_batch_size
+        try:
+            while self.buffer.finished_count < wanted:
+                room = target - self.buffer.finished_count - len(tasks)
+                for group in self.buffer.draw(room):
+                    tasks.add(asyncio.create_task(self.run_group(group, counts)))
+                    counts["drawn"] += 1
+                if not tasks:
+                    break                          # the data have ended
+                self.give_up_when_hopeless(counts, wanted)
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()                  # an error in generation or reward ends the run here, with its cause
+            await self.abort(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return {f"rollout/{name}": n for name, n in counts.items()}
+
+    def give_up_when_hopeless(self, counts, wanted):
+        limit = self.args.max_filter_rounds * max(wanted, self.args.over_sampling_batch_size)
+        if counts["drawn"] > limit and self.buffer.finished_count < wanted:
+            rest = {name: n for name, n in counts.items() if name.startswith("drop")}
+            raise RuntimeError(
+                f"{counts['drawn']} groups drawn (--max-filter-rounds {self.args.max_filter_rounds:g} batches) and only "
+                f"{self.buffer.finished_count} of {wanted} accepted: {counts['all_right']} were all right, {counts['all_wrong']} all "
+                f"wrong, dropped: {rest or 'none'}. Take easier or harder prompts, or more samples per prompt.")
+
+    async def run_group(self, group, counts):
+        """Generates and rewards one group, then puts it where it belongs: finished, dropped, or back into the buffer."""
+        work = Work(group, min(self.lanes, key=lambda lane: lane.tokens))   # one engine for all: they share the prompt's cache
+        self.works[group.group_id] = work
+        try:
+            if len(group.samples[0].prompt_tokens) > self.args.rollout_max_prompt_len:
+                raise Dropped("prompt_too_long")
+            await gather(self.run_sample(work, sample) for sample in group.samples)
+            if any(sample.status == "pending" for sample in group.samples):
+                return self.buffer.put_back(group)                           # aborted
+            if self.args.group_rm:
+                await self.reward_group(group)
+            self.accept(group, counts)
+        except Dropped as reason:
+            name = f"dropped_{str(reason).split(':')[0]}"
+            counts[name] = counts.get(name, 0) + 1
+            self.buffer.drop(group, str(reason))
+        finally:
+            del self.works[group.group_id]
+
+    def accept(self, group, counts):
+        """The filter looks at the task's rewards; what passes waits in the buffer for a batch."""
+        rewards = [sample.reward for sample in group.samples]
+        verdict = True if self.keep_group is None else self.keep_group(self.args, group.samples)
+        if verdict is True:
+            return self.buffer.finish(group)
+        if min(rewards) == max(rewards):
+            counts["all_right" if rewards[0] > 0 else "all_wrong"] += 1
+        raise Dropped(f"filter: {verdict or 'rejected'}")
+
+    async def abort(self, tasks):
+        """Aborts the groups in flight by their request ids and waits until each is back in the buffer.
+
+        By id, not all at once: an evaluation may be running beside, and a group that was started again after an abort must
+        be allowed to finish, or long answers never do. The engine misses an id that arrives before its request: say it again.
+        """
+        for work in self.works.values():
+            work.aborting = work.aborting or not work.group.keep
+        deadline = time.time() + self.args.generate_timeout
+        while tasks:
+            if time.time() > deadline:
+                raise RuntimeError(f"groups {sorted(self.works)} did not end within --generate-timeout "
+                                   f"{self.args.generate_timeout:g} s of being aborted")
+            works = [work for work in self.works.values() if work.aborting]
+            await gather(self.post(work.lane, "/abort_request", {"rid": rid}, 30) for work in works for rid in list(work.rids))
+            done, tasks = await asyncio.wait(tasks, timeout=1.0)
+            for task in done:
+                task.result()
+
+    # ---- one sample ---------------------------------------------------------------------------------------
+    async def run_sample(self, work, sample):
+        """Generates until the sample is finished or its group is aborted, then rewards it."""
+        if sample.status != "pending":
+            return                                 # a finished member of a continued group stays as it is
+        async with work.lane.slots:
+            if work.aborting:
+                return
+            await self.generate_sample(self.args, sample, lambda s: self.continue_sample(work, s))
+        if sample.status == "pending":
+            return
+        sample.response = self.tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
+        if not self.args.group_rm:
+            sample.reward = float(await self.call_reward(sample))
+
+    async def continue_sample(self, work, sample, temperature=None, max_response_len=None):
+        """Generates from all of the sample's tokens, within what is left of its budget, and appends what the engine says."""
+        args = self.args
+        budget = (max_response_len or args.rollout_max_response_len) - len(sample.response_tokens)
+        if budget <= 0:
+            sample.status = "truncated"
+            return
+        params = {"max_new_tokens": budget, "temperature": args.rollout_temperature if temperature is None else temperature,
+                  "top_p": args.rollout_top_p, "top_k": args.rollout_top_k, "skip_special_tokens": False,
+                  "stop_token_ids": sorted({self.tokenizer.eos_token_id, *args.rollout_stop_token_ids} - {None}),
+                  "sampling_seed": sampling_seed(args.seed, sample)}
+        payload = {"input_ids": sample.prompt_tokens + sample.response_tokens, "sampling_params": params, "return_logprob": True}
+        answer = await self.ask(work, sample, payload)
+        reason = answer["meta_info"]["finish_reason"]["type"]
+        sample.status = {"stop": "completed", "length": "truncated", "abort": "pending"}[reason]
+
+    async def ask(self, work, sample, payload):
+        """One /generate with finite tries. A 4xx is final; an engine that is gone ends the run with its name."""
+        problem = None
+        for attempt in range(self.args.max_sample_retries):
+            rid = f"{sample.group_id}-{sample.index}-{len(sample.response_tokens)}-{attempt}"
+            cost = len(payload["input_ids"]) + payload["sampling_params"]["max_new_tokens"]
+            with in_flight(work, rid, cost):
+                try:
+                    answer = await self.post(work.lane, "/generate", {**payload, "rid": rid}, self.args.generate_timeout)
+                    self.take_answer(work, sample, answer)
+                    return answer
+                except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
+                    problem = f"{type(error).__name__}: {error}"
+            await self.check_alive(work.lane, problem)
+            await asyncio.sleep(min(2.0 ** attempt * 0.1, 5))
+        raise Dropped(f"error: {sample.name}: {problem}")
+
+    def take_answer(self, work, sample, answer):
+        """Checks the answer and appends it. ValueError for what an engine must not say; the sample is unchanged then."""
+        meta = answer["meta_info"]
+        if meta["finish_reason"]["type"] not in ("stop", "length", "abort"):
+            raise ValueError(f"finish_reason {meta['finish_reason']}")
+        triples = meta.get("output_token_logprobs") or []
+        tokens, logprobs = [t[1] for t in triples], [t[0] for t in triples]
+        if tokens != answer["output_ids"]:
+            raise ValueError(f"{sample.name}: {len(answer['output_ids'])} tokens with {len(tokens)} log-probs")
+        if str(meta["weight_version"]) != str(self.version) and self.version is not None:
+            raise EngineError(f"engine {work.lane.url} generated with version {meta['weight_version']}, but {self.version} was published")
+        if tokens:
+            sample.append(tokens, logprobs, self.version or 0)
+
+    async def check_alive(self, lane, problem):
+        try:
+            await self.get(lane, "/health", 10)
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise EngineError(f"engine {lane.url} does not answer ({type(error).__name__} {error}); the request before: {problem}") from None
+
+    # ---- rewards ------------------------------------------------------------------------------------------
+    async def call_reward(self, target):
+        """The reward of a sample (or, with --group-rm, the list of a group's). A time-out is tried again, then drops the
+        group; an exception in the function is a fault of the function and ends the run."""
+        for _ in range(self.args.max_sample_retries):
+            if inspect.iscoroutinefunction(self.reward):
+                call = self.reward(self.args, target)
+            else:
+                call = asyncio.get_running_loop().run_in_executor(self.threads, self.reward, self.args, target)
+            try:
+                return await asyncio.wait_for(call, self.args.reward_timeout)
+            except asyncio.TimeoutError:
+                pass
+        raise Dropped(f"error: the reward took longer than --reward-timeout {self.args.reward_timeout:g} s, "
+                      f"{self.args.max_sample_retries} times")
+
+    async def reward_group(self, group):
+        rewards = await self.call_reward(group.samples)
+        if len(rewards) != len(group.samples):
+            raise ValueError(f"--group-rm: {len(rewards)} rewards for {len(group.samples)} samples")
+        for sample, reward in zip(group.samples, rewards):
+            sample.reward = float(reward)
+
+    # ---- evaluation ---------------------------------------------------------------------------------------
+    async def evaluate(self):
+        """Means over every evaluation set with the published version. Returns {"version": v, "NAME/reward": ..., ...}."""
+        args, results = self.args, {"version": self.version}
+        for number, (name, rows) in enumerate(self.eval_rows.items()):
+            samples = [new_sample(rows[i], -1 - number, i, k) for i in range(len(rows)) for k in range(args.n_samples_per_eval_prompt)]
+            await gather(self.eval_sample(sample) for sample in samples)
+            results[f"{name}/reward"] = float(np.mean([s.reward for s in samples]))
+            results[f"{name}/response_len"] = float(np.mean([len(s.response_tokens) for s in samples]))
+            results[f"{name}/truncated"] = float(np.mean([s.status == "truncated" for s in samples]))
+        return results
+
+    async def eval_sample(self, sample):
+        work = Work(Group(sample.group_id, sample.row, 0, [sample]), min(self.lanes, key=lambda lane: lane.tokens))
+        args = self.args
+        async with work.lane.slots:
+            await self.generate_sample(args, sample, lambda s: self.continue_sample(
+                work, s, args.eval_temperature, args.eval_max_response_len))
+        sample.response = self.tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
+        reward = await self.call_reward([sample] if args.group_rm else sample)
+        sample.reward = float(reward[0] if args.group_rm else reward)
+
+    # ---- weight sync: the engines' side of it -------------------------------------------------------------
+    async def pause(self):
+        """Stops generation on every engine and empties the KV caches. What runs comes back aborted; nothing should run."""
+        await gather(asyncio.to_thread(lane.client.pause) for lane in self.lanes)
+        await gather(asyncio.to_thread(lane.client.flush_cache) for lane in self.lanes)
+
+    async def publish(self, version, expected):
+        """Checks every engine's fingerprints against the trainer's, then names the new version. expected: see fingerprint.py."""
+        if expected is not None:
+            checksums = await gather(asyncio.to_thread(lane.client.checksums) for lane in self.lanes)
+            for lane, found in zip(self.lanes, checksums):
+                check_fingerprints(expected, found, lane.url)
+        await gather(asyncio.to_thread(lane.client.set_version, version) for lane in self.lanes)
+        self.version = version
+
+    async def resume(self):
+        await gather(asyncio.to_thread(lane.client.resume) for lane in self.lanes)
+
+    # ---- bookkeeping --------------------------------------------------------------------------------------
+    def trained(self, step):
+        """The step is in the trainers' weights."""
+        if not self.args.load_debug_rollout_data:
+            self.buffer.trained(step)
+
+    def save(self, folder, step):
+        """Writes the buffer's whole state, the batch that waits for training included."""
+        if self.buffer is None:
+            return
+        self.buffer.ledger.write("save", step=step)
+        with open(os.path.join(folder, "buffer.json"), "w") as f:
+            json.dump(self.buffer.state(), f)
+            f.flush()
+            os.fsync(f.fileno())
+        self.buffer.ledger.sync()
+
+    def load(self, folder, step):
+        if self.buffer is None:
+            return
+        with open(os.path.join(folder, "buffer.json")) as f:
+            state = json.load(f)
+        self.buffer.load_state(state)
+        self.buffer.ledger.resume(step, state["ledger_seq"])
+
+    def lane_metrics(self, seconds):
+        busy = sum(lane.seconds for lane in self.lanes) / max(len(self.lanes), 1)
+        for lane in self.lanes:
+            lane.seconds = 0.0
+        return {"perf/engine_busy_time": busy, "perf/engine_busy_share": busy / max(seconds, 1e-9)}
+
+    # ---- HTTP ---------------------------------------------------------------------------------------------
+    async def post(self, lane, verb, payload, timeout):
+        return await self.http("post", lane, verb, timeout, json=payload)
+
+    async def get(self, lane, verb, timeout):
+        return await self.http("get", lane, verb, timeout)
+
+    async def http(self, method, lane, verb, timeout, **kwargs):
+        """One exchange. A 4xx raises Dropped (the request itself is wrong: trying again cannot help), other failures
+        aiohttp.ClientError or asyncio.TimeoutError."""
+        if self.session is None:   # needs the running loop; the limit on connections is the engines' slots
+            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self.headers)
+        async with self.session.request(method, lane.url + verb, timeout=aiohttp.ClientTimeout(total=timeout), **kwargs) as r:
+            if 400 <= r.status < 500:
+                raise Dropped(f"error: engine {lane.url} answered {verb} with {r.status}: {(await r.text())[:300]}")
+            r.raise_for_status()
+            return await r.json() if verb != "/health" and "json" in r.content_type else None
+
+
+# ---- helpers ----------------------------------------------------------------------------------------------
+async def gather(coroutines):
+    """asyncio.gather that cancels the others when one fails, so that no request runs on behind an error."""
+    tasks = [asyncio.ensure_future(c) for c in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class in_flight:
+    """Counts a request on its lane and names it for an abort."""
+
+    def __init__(self, work, rid, cost):
+        self.work, self.rid, self.cost = work, rid, cost
+
+    def __enter__(self):
+        lane = self.work.lane
+        self.work.rids.add(self.rid)
+        lane.tokens += self.cost
+        lane.requests += 1
+        if lane.requests == 1:
+            lane.since = time.time()
+
+    def __exit__(self, *error):
+        lane = self.work.lane
+        self.work.rids.discard(self.rid)
+        lane.tokens -= self.cost
+        lane.requests -= 1
+        if lane.requests == 0:
+            lane.seconds += time.time() - lane.since
+
+
+async def plain_generate(args, sample, generate):
+    """One turn. An own function (--custom-generate-function-path) may call `await generate(sample)` several times and
+    append tool tokens between (sample.append(tokens, [0.0] * n, version, mask=0))."""
+    await generate(sample)
+
+
+def keep_spread(args, samples):
+    """Dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal have no gradient."""
+    rewards = [sample.reward for sample in samples]
+    return True if min(rewards) < max(rewards) else "zero_spread"
+
+
+def ledger_path(args):
+    return None if args.debug_rollout_only or args.load_debug_rollout_data else os.path.join(args.run_dir, "ledger.jsonl")
+
+
+def new_sample(row, group_id, number, index):
+    return Sample(group_id=group_id, index=index, row=number, prompt=row["prompt"], label=row["label"],
+                  prompt_tokens=row["prompt_tokens"], metadata=row["metadata"])
+
+
+def sampling_seed(seed, sample):
+    """A seed of its own for each sample, the same in every repetition of a run; engines that sample deterministically use it."""
+    text = f"{seed}/{sample.group_id}/{sample.row}/{sample.index}"
+    return int.from_bytes(hashlib.blake2s(text.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def make_batch(args, step, groups):
+    """Groups -> columns. Every list has one entry for each sample: S = groups x n, in the order of the groups."""
+    samples = [sample for group in groups for sample in group.samples]
+    return {"step": step,
+            "group_ids": [s.group_id for s in samples],
+            "tokens": [np.array(s.prompt_tokens + s.response_tokens, dtype=np.int64) for s in samples],
+            "response_lengths": [len(s.response_tokens) for s in samples],
+            "loss_mask": [loss_mask(args, s) for s in samples],
+            "rollout_logprobs": [np.array(s.rollout_logprobs, dtype=np.float32) for s in samples],
+            "rewards": [s.reward for s in samples],
+            "versions": [[list(run) for run in s.version_runs] for s in samples]}
+
+
+def loss_mask(args, sample):
+    mask = np.array(sample.loss_mask, dtype=np.float32)
+    if args.mask_offpolicy_in_partial_rollout and len(sample.version_runs) > 1:
+        mask[:-sample.version_runs[-1][1]] = 0     # only the newest version's tokens stay in the loss
+    return mask
+
+
+def batch_metrics(step, groups):
+    samples = [sample for group in groups for sample in group.samples]
+    runs = [(step - version, count) for s in samples for version, count in s.version_runs]
+    tokens = sum(count for _, count in runs)
+    return {"rollout/reward": float(np.mean([s.reward for s in samples])),
+            "rollout/response_len": float(np.mean([len(s.response_tokens) for s in samples])),
+            "rollout/response_len_max": max(len(s.response_tokens) for s in samples),
+            "rollout/truncated": float(np.mean([s.status == "truncated" for s in samples])),
+            "rollout/zero_spread": float(np.mean([len({s.reward for s in g.samples}) == 1 for g in groups])),
+            "rollout/tokens": tokens,
+            "staleness/min": min(lag for lag, _ in runs), "staleness/max": max(lag for lag, _ in runs),
+            "staleness/mean": sum(lag * count for lag, count in runs) / tokens,
+            "staleness/off_policy_token_frac": sum(count for lag, count in runs if lag > 0) / tokens}
+
+
+def save_groups(path, groups):
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path, "w") as f:
+        for group in groups:
+            f.write(json.dumps(group.to_json()) + "\n")
+
+
+def load_groups(path):
+    if not os.path.exists(path):
+        raise ValueError(f"--load-debug-rollout-data: there is no {path}")
+    with open(path) as f:
+        return [Group.from_json(json.loads(line)) for line in f]

@@ -1,0 +1,163 @@
+"""Megatron's weights into the engines: gather, flatten into buckets, broadcast, and prove that they arrived.
+
+`sync_weights` is the driver's side and the order of things; `WeightSender` lives in every training rank. One rank of each
+pipeline stage is a source: it forms one group (NCCL; gloo on the CPU) with every rank of every engine and sends its stage.
+"""
+
+import concurrent.futures
+import datetime
+import socket
+import time
+
+import ray
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+import weight_map
+from engine import EngineClient, EngineError, api_key
+from fingerprint import fingerprint
+
+
+def sync_weights(trainers, rollout, version):
+    """Publishes the trainers' weights as `version` on every engine. Returns the sync's metrics.
+
+    Order: pause -> flush the KV cache -> buckets -> fingerprints agree -> version published -> continue. A version is
+    named only when every engine proved to hold it, and no engine is left paused.
+    """
+    started = time.time()
+    ray.get(rollout.pause.remote())
+    try:
+        paused = time.time()
+        sent = [part for part in ray.get([trainer.send_weights.remote() for trainer in trainers]) if part]
+        broadcast = time.time()
+        expected = {name: value for part in sent for name, value in part["expected"].items()}
+        ray.get(rollout.publish.remote(version, expected if sent else None))
+    finally:
+        ray.get(rollout.resume.remote())
+    size, seconds = sum(part["bytes"] for part in sent), broadcast - paused
+    return {"sync/version": version, "sync/time": time.time() - started, "sync/pause_time": paused - started, "sync/broadcast_time": seconds,
+            "sync/check_time": time.time() - broadcast, "sync/bytes": size, "sync/gb_per_s": size / max(seconds, 1e-9) / 1e9}
+
+
+class WeightSender:
+    """The training rank's side. Every rank of the first data-parallel replica gathers; the sources also send."""
+
+    def __init__(self, args, ddp, hf):
+        self.args, self.ddp, self.hf = args, ddp, hf
+        self.gathers = mpu.get_data_parallel_rank() == 0
+        self.source = self.gathers and mpu.get_tensor_model_parallel_rank() == 0
+        self.clients, self.group, self.buffers = [], None, [None, None]
+        self.timeout = args.update_weight_timeout
+
+    def join(self, urls, name):
+        """Forms the group with the engines at `urls`: this rank is 0, engine i takes tp ranks from 1 + i x tp.
+
+        Raises EngineError naming the engine that refused or was not there in time.
+        """
+        if not (self.source and urls):
+            return
+        tp = self.args.rollout_num_gpus_per_engine
+        self.clients = [EngineClient(url, api_key(self.args), self.timeout) for url in urls]
+        self.name = f"{name}-stage{mpu.get_pipeline_model_parallel_rank()}"
+        self.pool = concurrent.futures.ThreadPoolExecutor(len(urls) + 1)
+        address, port = free_address()
+        backend, world = "nccl" if torch.cuda.is_available() else "gloo", 1 + len(urls) * tp
+        asked = [self.pool.submit(client.init_group, address, port, 1 + i * tp, world, self.name, backend)
+                 for i, client in enumerate(self.clients)]
+        joined = self.pool.submit(join_group, f"tcp://{address}:{port}", world, self.name, backend, self.timeout)
+        first_error([*asked, joined], self.timeout, "joining the weight update group")
+        self.group = joined.result()
+
+    def send(self):
+        """Sends this rank's stage in its turn. Sources return {"expected": {name: (shape, fingerprint)}, "bytes": n}."""
+        result = None
+        for stage in range(mpu.get_pipeline_model_parallel_world_size()):
+            # One stage after the other: two sources at once could meet the engines in different orders and wait for ever.
+            if stage == mpu.get_pipeline_model_parallel_rank() and self.gathers:
+                result = self.send_stage()
+            dist.barrier()
+        return result
+
+    def send_stage(self):
+        """Gathering and flattening bucket i + 1 overlaps the broadcast of bucket i: there are two buffers."""
+        tensors = weight_map.hf_tensors(self.ddp, self.hf)
+        if not (self.source and self.clients):
+            for _ in tensors:      # takes part in gathering
+                pass
+            return None
+        expected, size, flying = {}, 0, None
+        for i, bucket in enumerate(buckets(tensors, self.args.update_weight_buffer_size)):
+            flat = self.flatten(bucket, i % 2)
+            if flying:
+                self.land(*flying)
+            flying = self.launch(bucket, flat)
+            expected.update({name: (tuple(t.shape), fingerprint(t)) for name, t in bucket})
+            size += flat.numel()
+        self.land(*flying)
+        return {"expected": expected, "bytes": size}
+
+    def flatten(self, bucket, which):
+        """Copies the bucket's tensors, end to end as bytes, into one of the two buffers (kept from sync to sync)."""
+        size = sum(t.nbytes for _, t in bucket)
+        if self.buffers[which] is None or self.buffers[which].numel() < size:
+            self.buffers[which] = torch.empty(max(size, 1), dtype=torch.uint8, device=bucket[0][1].device)
+        flat = self.buffers[which][:size]
+        torch.cat([t.reshape(-1).view(torch.uint8) for _, t in bucket], out=flat)
+        return flat
+
+    def launch(self, bucket, flat):
+        """Tells every engine what comes and starts the broadcast. flush_cache=false: true kills a server with waiting requests."""
+        names, shapes = [name for name, _ in bucket], [list(t.shape) for _, t in bucket]
+        dtypes = [str(t.dtype).removeprefix("torch.") for _, t in bucket]
+        asked = [self.pool.submit(client.update_from_distributed, names, dtypes, shapes, self.name) for client in self.clients]
+        return asked, dist.broadcast(flat, group=self.group, group_src=0, async_op=True)
+
+    def land(self, asked, work):
+        """Waits for one bucket. An engine's refusal surfaces at once, with its name, though the broadcast may hang."""
+        first_error(asked, self.timeout, "a bucket of weights")
+        work.wait(datetime.timedelta(seconds=self.timeout))
+
+
+def buckets(tensors, limit):
+    """Cuts a stream of (name, tensor) into lists of at most `limit` bytes (a larger tensor has a bucket of its own)."""
+    bucket, size = [], 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def first_error(futures, timeout, what):
+    """Waits for all futures; the first error is raised without waiting for the others."""
+    done, waiting = concurrent.futures.wait(futures, timeout, return_when=concurrent.futures.FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    if waiting:
+        raise EngineError(f"{what}: {len(waiting)} of {len(futures)} engines did not answer within "
+                          f"--update-weight-timeout {timeout:g} s")
+
+
+def join_group(init_method, world_size, name, backend, timeout):
+    """Rank 0 of a process group beside the default one, built as SGLang builds its side: the same store and prefix."""
+    limit = datetime.timedelta(seconds=timeout)
+    store, rank, world_size = next(rendezvous(init_method, 0, world_size, timeout=limit))
+    store.set_timeout(limit)
+    group, _ = _new_process_group_helper(world_size, rank, [], Backend(backend), PrefixStore(name, store),
+                                         group_name=name, backend_options=None, timeout=limit)
+    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def free_address():
+    """(host, port) for a rendezvous on this node: loopback when it is the only one, so that nothing listens outside."""
+    alone = sum(node["Alive"] for node in ray.nodes()) == 1
+    host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+    with socket.socket() as s:
+        s.bind((host, 0))
+        return host, s.getsockname()[1]

@@ -1,0 +1,149 @@
+"""What a run says of itself: a progress bar, a line for each step, metrics.jsonl, eval.jsonl, TensorBoard, a summary."""
+
+import contextlib
+import json
+import os
+import statistics
+import time
+
+import ray
+from tqdm import tqdm
+
+
+class Tracker:
+    """Lives in the driver. `start_step` > 0 after a resume: rows that are about to be written again are cut off first."""
+
+    def __init__(self, args, start_step):
+        self.args, self.pending, self.step_started, self.evaluation = args, {}, time.time(), None
+        self.rows = Table(os.path.join(args.run_dir, "metrics.jsonl"), "step", start_step)
+        self.evals = Table(os.path.join(args.run_dir, "eval.jsonl"), "version", start_step)
+        self.bar = tqdm(total=args.num_rollout, initial=start_step, unit="step", dynamic_ncols=True, mininterval=1)
+        self.version, self.board = None, None
+        if args.use_tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(os.path.join(args.run_dir, "tensorboard"))
+
+    @contextlib.contextmanager
+    def timer(self, name):
+        """Adds the seconds of the block to `name` in this step's row."""
+        started = time.time()
+        try:
+            yield
+        finally:
+            self.pending[name] = self.pending.get(name, 0.0) + time.time() - started
+
+    def note(self, metrics):
+        """Values for this step's row."""
+        self.pending.update(metrics)
+        self.version = metrics.get("sync/version", self.version)
+
+    def log_step(self, step, rollout_metrics, train_metrics):
+        """One row of metrics.jsonl and one line in the terminal. train_metrics: one dict for each rank; rank 0's is whole."""
+        self.collect_evaluation()
+        now = time.time()
+        seconds, self.step_started = now - self.step_started, now
+        row = {"step": step, "version": self.version, **rollout_metrics, **{k: v for m in train_metrics[:1] for k, v in m.items()},
+               **self.pending, "perf/step_time": seconds}
+        row["perf/train_idle_share"] = max(0.0, 1 - row.get("perf/train_time", 0.0) / seconds)
+        row["perf/rollout_idle_share"] = max(0.0, 1 - row["perf/engine_busy_time"] / seconds)
+        self.pending = {}
+        self.rows.add(row)
+        self.write_board(step, row)
+        self.bar.update(1)
+        self.say(f"step {step}  reward {row['rollout/reward']:.3f}  len {row['rollout/response_len']:.1f}  "
+                 f"lag {row['staleness/min']}..{row['staleness/max']}  {seconds:.2f} s = wait {row['perf/wait_prev_gen']:.2f} "
+                 f"+ sync {row.get('sync/time', 0):.2f} + train {row.get('perf/train_time', 0):.2f} + other; "
+                 f"generate {row['perf/generate_time']:.2f}")
+
+    # ---- evaluation ---------------------------------------------------------------------------------------
+    def evaluate_if_due(self, rollout, version):
+        """Starts the evaluation of the version just published. It runs beside generation and training and is collected
+        by log_step, that is, before the next sync."""
+        if self.args.eval_interval and version % self.args.eval_interval == 0 and not (version == 0 and self.args.skip_eval_before_train):
+            self.evaluation = rollout.evaluate.remote()
+
+    def evaluate(self, rollout):
+        """Evaluates now, unless the last row is of this version already."""
+        if not any(row["version"] == self.version for row in self.evals.read()):
+            self.evaluation = rollout.evaluate.remote()
+            self.collect_evaluation()
+
+    def collect_evaluation(self):
+        if self.evaluation is None:
+            return
+        results, self.evaluation = ray.get(self.evaluation), None
+        self.evals.add(results)
+        self.write_board(results["version"], {f"eval/{name}": value for name, value in results.items() if name != "version"})
+        rewards = "  ".join(f"{name} {value:.3f}" for name, value in results.items() if name.endswith("/reward"))
+        self.say(f"evaluation of version {results['version']}: {rewards}")
+
+    # ---- output -------------------------------------------------------------------------------------------
+    def write_board(self, step, values):
+        for name, value in values.items() if self.board else ():
+            self.board.add_scalar(name, value, step)
+
+    def say(self, text):
+        with self.bar.external_write_mode():
+            print(text, flush=True)
+
+    def summary(self):
+        """The run in a few lines; the last is the evaluation before and after."""
+        self.bar.close()
+        if self.board:
+            self.board.close()
+        rows = self.rows.read()
+        if rows:
+            tenth = max(1, len(rows) // 10)
+            reward = lambda part: statistics.fmean(row["rollout/reward"] for row in part)
+            mean = lambda name: statistics.fmean(row.get(name, 0.0) for row in rows[1:] or rows)   # the first step warms up
+            print(f"\n{len(rows)} steps in {self.args.run_dir}")
+            print(f"reward of the first {tenth} and the last {tenth} steps: {reward(rows[:tenth]):.3f} -> {reward(rows[-tenth:]):.3f}")
+            print(f"seconds per step: {mean('perf/step_time'):.2f} = waiting for generation {mean('perf/wait_prev_gen'):.2f} + sync "
+                  f"{mean('sync/time'):.2f} + training {mean('perf/train_time'):.2f} + other; generation {mean('perf/generate_time'):.2f}")
+            print(f"idle: trainer {mean('perf/train_idle_share'):.0%}, engines {mean('perf/rollout_idle_share'):.0%}. {advice(rows)}")
+        evals = self.evals.read()
+        if evals:
+            name = self.args.eval_sets[0][0] if self.args.eval_sets else None
+            values = [row[f"{name}/reward"] for row in evals if f"{name}/reward" in row]
+            print(f"eval_reward {values[0]:.2f} -> {values[-1]:.2f}", flush=True)
+
+
+def advice(rows):
+    """What `wait_prev_gen` says about the split of GPUs."""
+    rows = rows[1:] or rows
+    wait = statistics.fmean(row["perf/wait_prev_gen"] for row in rows)
+    step = statistics.fmean(row["perf/step_time"] for row in rows)
+    longest = statistics.fmean(row["rollout/response_len_max"] for row in rows)
+    length = statistics.fmean(row["rollout/response_len"] for row in rows)
+    if wait < 0.05 * step:
+        return "wait_prev_gen is near 0: fewer rollout GPUs would do."
+    if wait < 0.25 * step:
+        return "wait_prev_gen is moderate."
+    if longest > 4 * length:
+        return ("wait_prev_gen is high and lengths have a long tail: over-sampling or partial rollout helps, more rollout GPUs "
+                "do not.")
+    return "wait_prev_gen is high with even lengths: more rollout GPUs would help."
+
+
+class Table:
+    """A JSONL file with one row for each value of `key`; rows from `start` on are cut off, to be written again."""
+
+    def __init__(self, path, key, start):
+        self.path = path
+        kept = [row for row in self.read() if row[key] < start] if os.path.exists(path) else []
+        with open(path + ".tmp", "w") as f:
+            f.writelines(json.dumps(row) + "\n" for row in kept)
+        os.replace(path + ".tmp", path)
+
+    def add(self, row):
+        with open(self.path, "a") as f:
+            f.write(json.dumps(row) + "\n")
+
+    def read(self):
+        """All whole rows; the last line may be torn by a kill."""
+        rows = []
+        with open(self.path) as f:
+            for line in f:
+                if line.endswith("\n"):
+                    rows.append(json.loads(line))
+        return rows
