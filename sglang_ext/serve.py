@@ -2,7 +2,7 @@
 
 It dies with its owner: the owner holds the other end of stdin, and when that closes the whole process group is killed.
 (A parent-death signal would fire when the *thread* that started the server ends.)
-It starts in half the time: see `import_sglang`, and `start_children_by_fork` in offbeat_engine.py.
+It starts in half the time: see `import_sglang`, and `fork_children` in offbeat_engine.py.
 """
 
 import gc
