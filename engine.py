@@ -136,8 +136,7 @@ def server_command(args, model_path, port, rank=0, host="127.0.0.1"):
 
 def server_environment(cuda, tp):
     env = dict(os.environ)
-    path = [EXT] if cuda else [EXT, os.path.join(EXT, "cpu")]
-    env["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [env.get("PYTHONPATH")])])
+    env["PYTHONPATH"] = os.pathsep.join([EXT, *filter(None, [env.get("PYTHONPATH")])])   # where SGLang finds the plugin
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"   # /health answers at once; /health_generate still generates
     if cuda:
         env["NCCL_CUMEM_ENABLE"] = "0"   # must be the same in the trainer; SGLang sets 0 for itself
@@ -165,6 +164,13 @@ def pick_port(wanted, host, who):
         return s.getsockname()[1]
 
 
+def free_address():
+    """(host, port) for a rendezvous on this node: loopback when it is the only one, so that nothing listens outside."""
+    alone = sum(node["Alive"] for node in ray.nodes()) == 1
+    host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+    return host, pick_port(None, host, "rendezvous")
+
+
 def last_words(path, lines=12):
     """The end of a server's log: the last error line first, then the last lines."""
     with open(path, errors="replace") as f:
@@ -190,8 +196,7 @@ class SGLangEngine:
         args, who = self.args, f"engine {self.rank}"
         if not os.path.isfile(os.path.join(args.hf_checkpoint, "config.json")):
             raise EngineError(f"{who}: start: --hf-checkpoint {args.hf_checkpoint}: there is no config.json")
-        nodes = sum(node["Alive"] for node in ray.nodes())
-        host = "127.0.0.1" if nodes == 1 else ray.util.get_node_ip_address()
+        host, _ = free_address()
         port = pick_port(args.sglang_port and args.sglang_port + self.rank, host, who)
         argv, env = server_command(args, args.hf_checkpoint, port, self.rank, host)
         env["TMPDIR"] = self.scratch = tempfile.mkdtemp(prefix="offbeat-")   # SGLang leaves its sockets behind
