@@ -376,10 +376,10 @@ def token_logprobs(model, hidden, labels, temperature, chunk=1024, entropy=False
     padded = max(0, (mpu.get_tensor_model_parallel_rank() + 1) * weight.size(0) - gpt.true_vocab_size)
 
     def rows(hidden, labels):
-        logits = F.linear(hidden, weight).float()
-        if padded:  # the rows that only fill the tensor parallel split have logit 0, not -inf
-            logits[:, -padded:] = torch.finfo(torch.float32).min
-        return _LabelLogprob.apply(logits / temperature, labels)
+        logits = F.linear(hidden, weight).float() / temperature
+        if padded:  # rows that only fill up the tensor parallel split have logit 0, but no part in the softmax
+            logits[:, -padded:] = -1e30  # finite: 0 x inf would be NaN
+        return _LabelLogprob.apply(logits, labels)
 
     hidden = copy_to_tensor_model_parallel_region(hidden)  # backward: the sum over the ranks' parts of the vocabulary
     if torch.is_grad_enabled():

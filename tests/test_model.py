@@ -1,0 +1,566 @@
+"""The Megatron model against transformers and plain torch, in real gloo processes, on tiny random models.
+
+Cases are grouped by world size: one set of processes runs all cases of its size and reports numbers, which the tests
+below compare with their bounds.
+"""
+import copy
+import functools
+import json
+import multiprocessing
+import os
+import random
+import socket
+import time
+import traceback
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+
+from fingerprint import fingerprint
+
+STEPS, TEMPERATURE, ENTROPY = 5, 0.7, 0.05
+ARGS = Namespace(
+    tensor_model_parallel_size=1, pipeline_model_parallel_size=1, sequence_parallel=False, bf16=False,
+    recompute_granularity=None, lr=1e-3, min_lr=0.0, lr_decay_style="constant", lr_warmup_iters=0, lr_decay_iters=None,
+    weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-6, clip_grad=1.0, use_distributed_optimizer=False)
+SCALED_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+MODELS = {  # name: (architecture, config)
+    "llama": ("Llama", {}), "llama3": ("Llama", {"rope_parameters": SCALED_ROPE}),
+    "qwen2": ("Qwen2", {}), "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}), "qwen3": ("Qwen3", {"head_dim": 16}),
+}
+
+
+# ---- the reference: transformers and torch AdamW --------------------------------------------------------------------
+def make_hf(name):
+    import transformers
+    arch, config = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, arch + "ForCausalLM")(getattr(transformers, arch + "Config")(**{
+        "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": False, **config}))
+    with torch.no_grad():  # biases and norms start at 0 and 1: make every tensor matter
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p)) if p.dim() == 1 else p.mul_(4)
+    return model.float().eval()
+
+
+def samples(count=8):
+    """[(tokens, response_length, advantages of the response)]"""
+    g = torch.Generator().manual_seed(7)
+    lengths = [(int(torch.randint(2, 8, (), generator=g)), int(torch.randint(1, 20, (), generator=g))) for _ in range(count)]
+    return [(torch.randint(0, 131, (p + r,), generator=g).tolist(), r, torch.randn(r, generator=g)) for p, r in lengths]
+
+
+def hf_scores(model, data, temperature):
+    """Each sample alone, unpadded: [(logits, log-probs, entropies) of its response]."""
+    out = []
+    for tokens, n, _ in data:
+        logits = model(torch.tensor([tokens])).logits[0, -n - 1:-1]
+        logp = (logits / temperature).log_softmax(-1)
+        picked = logp.gather(-1, torch.tensor(tokens[-n:])[:, None])[:, 0]
+        out.append((logits, picked, -(logp.exp() * logp).sum(-1)))
+    return out
+
+
+def objective(logp, entropy, advantages):
+    """Its sum over all samples, over the tokens of all of them, is the loss."""
+    return -(advantages * logp).sum() - ENTROPY * entropy.sum()
+
+
+@functools.cache
+def reference(name):
+    model, data = make_hf(name), samples()
+    with torch.no_grad():
+        scores = {t: hf_scores(model, data, t) for t in (1.0, TEMPERATURE)}
+    initial = copy.deepcopy(model)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    adam = torch.optim.AdamW([{"params": matrices, "weight_decay": ARGS.weight_decay},
+                              {"params": vectors, "weight_decay": 0.0}], lr=ARGS.lr, betas=(0.9, 0.95),
+                             eps=ARGS.adam_eps)
+    curve, norms, grads = [], [], None
+    for _ in range(STEPS):
+        adam.zero_grad()
+        loss = sum(objective(l, e, a) for (_, l, e), (_, _, a) in zip(hf_scores(model, data, TEMPERATURE), data))
+        loss = loss / sum(n for _, n, _ in data)
+        loss.backward()
+        grads = grads or {n: p.grad.clone() for n, p in model.named_parameters()}
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), ARGS.clip_grad).item())
+        adam.step()
+        curve.append(loss.item())
+    return {"initial": initial, "scores": scores, "grads": grads, "curve": curve, "norms": norms,
+            "final": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+# ---- what runs in the processes -------------------------------------------------------------------------------------
+def setup_parallel(args):
+    from megatron.core import parallel_state as mpu
+    from megatron.core import tensor_parallel
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
+                                  create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    return mpu
+
+
+def build(folder, args, load=True):
+    import model as M
+    hf = M.load_hf_config(folder)
+    model = M.build_model(hf, args)
+    if load:
+        M.load_weights(model, hf, folder)
+    return hf, model
+
+
+def micro_batches(data, sizes, args):
+    """Cuts data into micro-batches of sizes (the last size repeats) -> (packs, their data)."""
+    import model as M
+    align = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    parts, data, sizes = [], list(data), list(sizes)
+    while data:
+        n = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        parts.append(data[:n])
+        data = data[n:]
+    return [M.pack([s[:2] for s in part], "cpu", align) for part in parts], parts
+
+
+def loss_function(network, packs, parts, tokens, chunk=16):
+    import model as M
+
+    def loss(hidden, i):
+        logp, entropy = M.token_logprobs(network, hidden, packs[i].labels, TEMPERATURE, chunk=chunk, entropy=True)
+        total = objective(logp, entropy, torch.cat([a for _, _, a in parts[i]])) / tokens
+        return total, total.item()
+    return loss
+
+
+def gathered(model, hf, **kw):
+    """All Hugging Face tensors, of all pipeline stages, on every rank."""
+    import weight_map
+    from megatron.core import parallel_state as mpu
+    stages = [None] * mpu.get_pipeline_model_parallel_world_size()
+    dist.all_gather_object(stages, dict(weight_map.hf_tensors(model, hf, **kw)),
+                           group=mpu.get_pipeline_model_parallel_group())
+    assert sum(map(len, stages)) == len({n for s in stages for n in s}), "two stages export the same tensor"
+    return {n: t for s in stages for n, t in s.items()}
+
+
+def worst(got, want):
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    return max((got[n] - want[n]).abs().max().item() for n in got)
+
+
+def real_logits(model, hidden):
+    """[N, vocabulary]: the head's own weight, gathered."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.utils import unwrap_model
+    gpt = unwrap_model(model)
+    tied = gpt.share_embeddings_and_output_weights
+    logits = F.linear(hidden, gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight)
+    parts = [torch.empty_like(logits) for _ in range(mpu.get_tensor_model_parallel_world_size())]
+    dist.all_gather(parts, logits, group=mpu.get_tensor_model_parallel_group())
+    return torch.cat(parts, dim=-1)[:, :gpt.true_vocab_size]
+
+
+def equivalence(folder, ref, args):
+    """Distances from transformers: weights there and back, logits, log-probs, entropy, gradients, five updates."""
+    import model as M
+    mpu = setup_parallel(args)
+    hf, model = build(folder, args)
+    want = {n: p.detach() for n, p in ref["initial"].named_parameters()}
+    back = gathered(model, hf)
+    result = {"roundtrip": 0.0 if all(torch.equal(back[n], want[n]) for n in want) and back.keys() == want.keys() else 1.0}
+
+    rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    data, tokens = samples(), sum(n for _, n, _ in samples())
+    mine = range(rank, len(data), size)
+    packs, parts = micro_batches([data[i] for i in mine], [2, 1, 3, 2], args)
+    for temperature in (1.0, TEMPERATURE):
+        def collect(hidden, i):
+            return (real_logits(model, hidden),
+                    *M.token_logprobs(model, hidden, packs[i].labels, temperature, chunk=16, entropy=True))
+        found = M.run([model], packs, collect, forward_only=True)
+        if found:
+            wanted = [torch.cat(column) for column in zip(*(ref["scores"][temperature][i] for i in mine))]
+            for name, f, w in zip(("logits", "logp", "entropy"), (torch.cat(c) for c in zip(*found)), wanted):
+                assert not f.requires_grad
+                result[f"{name}@{temperature}"] = (f - w).abs().max().item()
+
+    ddp, optimizer, scheduler = M.wrap(model, args)
+    curve, norms = [], []
+    for step in range(STEPS):
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = M.run([ddp], packs, loss_function(ddp, packs, parts, tokens))
+        if step == 0 and not args.use_distributed_optimizer:  # which leaves each rank a slice of the sum
+            result["grads"] = worst(gathered(ddp, hf, read=lambda p: p.main_grad), ref["grads"])
+        _, norm, _ = optimizer.step()
+        scheduler.step(1)
+        loss = torch.tensor(float(sum(losses)))
+        dist.all_reduce(loss, group=mpu.get_pipeline_model_parallel_group())
+        dist.all_reduce(loss, group=mpu.get_data_parallel_group())
+        curve.append(loss.item())
+        norms.append(norm)
+    result["curve"] = max(abs(a - b) for a, b in zip(curve, ref["curve"]))
+    result["norms"] = max(abs(a - b) for a, b in zip(norms, ref["norms"]))
+    result["weights"] = worst(gathered(ddp, hf), ref["final"])
+    return result
+
+
+def train(ddp, optimizer, scheduler, steps, args):
+    import model as M
+    from megatron.core import parallel_state as mpu
+    rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    packs, parts = micro_batches(samples()[rank::size], [2], args)
+    for _ in range(steps):
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        M.run([ddp], packs, loss_function(ddp, packs, parts, 100))
+        optimizer.step()
+        scheduler.step(1)
+
+
+def resume(folder, ref, args):
+    """Three updates, save, two more; a fresh model loads and makes the same two: equal to the bit, random states too."""
+    import model as M
+    setup_parallel(args)
+    hf, model = build(folder, args)
+    state = M.wrap(model, args)
+    train(*state, 3, args)
+    path = os.path.join(folder, f"resume-{dist.get_world_size()}", f"{dist.get_rank()}.pt")
+    M.save_rank(path, *state)
+    noise = torch.rand(3)
+    train(*state, 2, args)
+    want, lr = gathered(model, hf), state[1].param_groups[0]["lr"]
+
+    fresh = build(folder, args, load=False)[1]
+    state = M.wrap(fresh, args)
+    torch.manual_seed(99)
+    M.load_rank(path, *state)
+    assert torch.equal(torch.rand(3), noise), "the random state was not restored"
+    train(*state, 2, args)
+    got = gathered(fresh, hf)
+    assert state[1].param_groups[0]["lr"] == lr > 0
+    other = copy.copy(args)
+    other.use_distributed_optimizer = not args.use_distributed_optimizer
+    with pytest.raises(ValueError, match="layout"):
+        M.load_rank(path, *M.wrap(build(folder, other, load=False)[1], other))
+    return {"resume": 0.0 if all(torch.equal(got[n], want[n]) for n in want) else 1.0}
+
+
+def export(folder, ref, args):
+    """Two updates, then save_hf, twice into the same folder; the test loads it with transformers."""
+    import model as M
+    import weight_map
+    setup_parallel(args)
+    hf, model = build(folder, args)
+    out = f"{folder}-export-{args.tensor_model_parallel_size}-{args.pipeline_model_parallel_size}"
+    weight_map.save_hf(model, hf, folder, out)
+    state = M.wrap(model, args)
+    train(*state, 2, args)
+    weight_map.SHARD_BYTES = 100_000  # several files on each stage
+    weight_map.save_hf(model, hf, folder, out)
+    want = gathered(model, hf)
+    if dist.get_rank() == 0:
+        torch.save(want, os.path.join(out, "want.pt"))
+    return {}
+
+
+def packing(folder, ref, args):
+    """The same samples, packed in four ways, shuffled and with an empty micro-batch: log-probs and gradients."""
+    import model as M
+    setup_parallel(args)
+    hf, model = build(folder, args)
+    ddp, optimizer, _ = M.wrap(model, args)
+    data, found = samples(), []
+    for sizes, order in (([1], 0), ([8], 0), ([2], 0), ([3, 1, 4], 5)):
+        shuffled = list(range(len(data)))
+        random.Random(order).shuffle(shuffled)
+        packs, parts = micro_batches([data[i] for i in shuffled], sizes, args)
+        packs, parts = packs + [M.pack([], "cpu")], parts + [[(None, None, torch.zeros(0))]]
+        ddp.zero_grad_buffer()
+        logps = {}
+
+        def loss(hidden, i):
+            logp, entropy = M.token_logprobs(ddp, hidden, packs[i].labels, TEMPERATURE, chunk=5, entropy=True)
+            for (tokens, *_), part in zip(parts[i], logp.split(packs[i].response_lengths)):
+                logps[tuple(tokens)] = part.detach()
+            return objective(logp, entropy, torch.cat([a for _, _, a in parts[i]])) / 100, None
+        M.run([ddp], packs, loss)
+        found.append((logps, {n: t.clone() for n, t in gathered(ddp, hf, read=lambda p: p.main_grad).items()}))
+    return {"logps": max(worst(f[0], found[0][0]) for f in found), "grads": max(worst(f[1], found[0][1]) for f in found)}
+
+
+def still(folder, ref, args):
+    """A learning rate of 0 leaves every bit as it is; no clipping still reports the norm; an optimizer step does decay."""
+    import model as M
+    setup_parallel(args)
+    hf, model = build(folder, args)
+    before = {n: fingerprint(t) for n, t in gathered(model, hf).items()}
+    state = M.wrap(model, args)
+    train(*state, 2, args)
+    after = {n: fingerprint(t) for n, t in gathered(model, hf).items()}
+    return {"still": 0.0 if before == after else 1.0}
+
+
+def half(folder, ref, args):
+    """bf16 with fp32 gradients and masters: near the fp32 scores, and the loss falls as it does in fp32."""
+    import model as M
+    setup_parallel(args)
+    hf, model = build(folder, args)
+    packs, parts = micro_batches(samples(), [3], args)
+    state = M.wrap(model, args)
+    collect = lambda hidden, i: M.token_logprobs(model, hidden, packs[i].labels, 1.0)[0]
+    start = M.run([model], packs, collect, forward_only=True)
+    result = {}
+    if start:
+        want = torch.cat([logp for _, logp, _ in ref["scores"][1.0]])
+        result["logp"] = (torch.cat(start) - want).abs().mean().item()
+    gradient_types = {p.main_grad.dtype for p in model.parameters()}
+    assert gradient_types == {torch.float32} and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    train(*state, 1, args)
+    exported = gathered(model, hf)
+    assert {t.dtype for t in exported.values()} == {torch.bfloat16}
+    return result
+
+
+def case(kind, name, world, tp=1, pp=1, sp=False, **over):
+    args = Namespace(**{**vars(ARGS), "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
+                        "sequence_parallel": sp, **over})
+    dp = world // tp // pp
+    label = "-".join([kind.__name__, name] + [f"{k}{v}" for k, v in (("tp", tp), ("pp", pp), ("dp", dp)) if v > 1]
+                     + ["sp"] * sp + sorted(k for k, v in over.items() if v and k != "lr_decay_iters"))
+    return label, kind, name, world, args
+
+
+DISTRIBUTED = {"use_distributed_optimizer": True}
+COSINE = {"lr_decay_style": "cosine", "lr_decay_iters": 6, "lr_warmup_iters": 1}
+CASES = [
+    *(case(equivalence, name, 1) for name in MODELS),
+    case(equivalence, "qwen3", 1, recompute_granularity="full"),
+    case(packing, "qwen3", 1), case(still, "qwen2", 1, lr=0.0), case(half, "qwen2-tied", 1, bf16=True),
+    case(export, "qwen2", 1),
+    *(case(equivalence, name, 2, **shape) for name in ("llama", "qwen2", "qwen2-tied", "qwen3")
+      for shape in ({"tp": 2}, {"pp": 2})),
+    case(equivalence, "qwen2", 2), case(equivalence, "qwen2-tied", 2, **DISTRIBUTED),
+    case(equivalence, "qwen3", 2, tp=2, sp=True), case(equivalence, "qwen2-tied", 2, tp=2, sp=True),
+    case(equivalence, "qwen3", 2, tp=2, sp=True, recompute_granularity="full"),
+    case(equivalence, "qwen2-tied", 2, pp=2, recompute_granularity="full"),
+    case(resume, "qwen2-tied", 2, pp=2, bf16=True, **COSINE), case(resume, "qwen3", 2, tp=2, **COSINE),
+    case(resume, "qwen2", 2, bf16=True, **COSINE, **DISTRIBUTED),
+    case(half, "qwen3", 2, tp=2, sp=True, bf16=True),
+    *(case(equivalence, name, 4, tp=2, pp=2) for name in ("llama", "qwen2", "qwen2-tied", "qwen3")),
+    case(equivalence, "qwen3", 4, tp=2, sp=True, **DISTRIBUTED), case(equivalence, "qwen2-tied", 4, pp=2, **DISTRIBUTED),
+    case(export, "qwen2-tied", 4, tp=2, pp=2),
+]
+
+
+def worker(rank, world, port, cases, folder):
+    torch.set_num_threads(1)
+    import model as M
+    M.init_parallel(rank, world, f"tcp://127.0.0.1:{port}", 1, 1, seed=1, timeout_s=60)
+    references = torch.load(os.path.join(folder, f"references{world}.pt"), weights_only=False)
+    for label, kind, name, _, args in cases:
+        started = time.time()
+        try:
+            torch.manual_seed(1)
+            result = kind(os.path.join(folder, name), references[name], args)
+        except Exception:
+            with open(os.path.join(folder, f"{label}.error"), "a") as f:
+                f.write(f"rank {rank}: {traceback.format_exc()}")
+            os._exit(1)  # the others must not wait for this rank
+        everyone = [None] * world
+        dist.all_gather_object(everyone, result)
+        if rank == 0:
+            worst_of = {key: max(r[key] for r in everyone if key in r) for r in everyone for key in r}
+            with open(os.path.join(folder, f"{label}.json"), "w") as f:
+                json.dump({**worst_of, "seconds": round(time.time() - started, 1)}, f)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def outcome(folder):
+    """outcome(label) -> the numbers of a case; runs all cases of its world size when the first is asked for."""
+    done = set()
+
+    def run(world):
+        mine = [c for c in CASES if c[3] == world]
+        for name in {c[2] for c in mine}:
+            if not os.path.exists(os.path.join(folder, name)):
+                reference(name)["initial"].save_pretrained(os.path.join(folder, name))
+        torch.save({c[2]: reference(c[2]) for c in mine}, os.path.join(folder, f"references{world}.pt"))
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        multiprocessing.set_forkserver_preload(["model"])  # imported once for all processes
+        context = mp.start_processes(worker, (world, port, mine, folder), world, join=False, start_method="forkserver")
+        deadline = time.time() + 240
+        try:
+            while not context.join(timeout=1):
+                assert time.time() < deadline, f"the {world} processes did not finish in 240 s"
+        except mp.ProcessExitedException:
+            pass  # the case's own error is in its file
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+
+    def get(label):
+        world = next(c[3] for c in CASES if c[0] == label)
+        if world not in done:
+            done.add(world)
+            run(world)
+        file = os.path.join(folder, label)
+        if os.path.exists(file + ".error"):
+            pytest.fail(open(file + ".error").read())
+        assert os.path.exists(file + ".json"), "the processes ended before this case; see the first failing one"
+        with open(file + ".json") as f:
+            result = json.load(f)
+        print(label, result)
+        return result
+    return get
+
+
+def labels(kind):
+    return [c[0] for c in CASES if c[1] is kind]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("label", labels(equivalence))
+def test_equals_transformers(outcome, label):
+    bounds = {"roundtrip": 0, "logits@1.0": 1e-4, "logits@0.7": 1e-4, "logp@1.0": 2e-5, "logp@0.7": 2e-5,
+              "entropy@1.0": 2e-5, "entropy@0.7": 2e-5, "grads": 2e-5, "curve": 2e-5, "norms": 2e-4, "weights": 2e-5}
+    if "distributed" in label:
+        del bounds["grads"]
+    got = outcome(label)
+    assert {n: v for n, v in got.items() if n in bounds and v <= bounds[n]}.keys() == bounds.keys(), got
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("label", labels(packing))
+def test_any_packing_is_no_packing(outcome, label):
+    got = outcome(label)
+    assert got["logps"] < 1e-5 and got["grads"] < 1e-6, got
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("label", labels(resume))
+def test_resume_is_exact(outcome, label):
+    assert outcome(label)["resume"] == 0
+
+
+@pytest.mark.parametrize("label", labels(still))
+def test_learning_rate_zero_moves_nothing(outcome, label):
+    assert outcome(label)["still"] == 0
+
+
+@pytest.mark.parametrize("label", labels(half))
+def test_bf16_is_near_fp32(outcome, label):
+    assert outcome(label)["logp"] < 0.1
+
+
+@pytest.mark.parametrize("label, name, shape", [(labels(export)[0], "qwen2", "1-1"), (labels(export)[1], "qwen2-tied", "2-2")])
+def test_export_loads_in_transformers(outcome, folder, label, name, shape):
+    import transformers
+    outcome(label)
+    out = os.path.join(folder, f"{name}-export-{shape}")
+    want = torch.load(os.path.join(out, "want.pt"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    got = dict(model.named_parameters())
+    assert got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want)
+    assert not torch.equal(got["model.norm.weight"], reference(name)["initial"].model.norm.weight), "no update in it"
+    assert len([f for f in os.listdir(out) if f.endswith(".safetensors")]) > 1
+    assert not os.path.exists(out + ".tmp") and not os.path.exists(out + ".old")
+
+
+# ---- configuration --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("config, message", [
+    (None, "no config.json"),
+    ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama, qwen2, qwen3"),
+    ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not supported; supported: llama, qwen2, qwen3"),
+    ({"model_type": "llama", "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
+    ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
+    ({"model_type": "qwen2", "hidden_act": "gelu"}, "gelu"),
+    ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
+])
+def test_what_is_not_supported_is_refused(tmp_path, config, message):
+    import model as M
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message) as error:
+        M.load_hf_config(str(tmp_path))
+    assert "\n" not in str(error.value) and "--hf-checkpoint" in str(error.value)
+
+
+@pytest.mark.parametrize("tp, pp, message", [(8, 1, "num_key_value_heads 4"), (1, 3, "2 layers"), (5, 1, "heads 8")])
+def test_sizes_that_do_not_divide_are_refused(tp, pp, message):
+    import model as M
+    args = Namespace(**{**vars(ARGS), "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp})
+    with pytest.raises(ValueError, match=message):
+        M.megatron_config(make_hf("qwen3").config, args)
+
+
+def test_pack():
+    import model as M
+    packed = M.pack([([5, 6, 7, 8], 2), ([1, 2, 3], 1), ([9, 4], 0)], "cpu", align=4)
+    assert packed.ids.tolist() == [[5, 6, 7, 8, 1, 2, 3, 9, 4, 0, 0, 0]]
+    assert packed.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 0, 1, 2]
+    assert packed.layout.cu_seqlens_q.tolist() == [0, 4, 7, 9, 12] and packed.layout.max_seqlen_q == 4
+    assert packed.response_index.tolist() == [1, 2, 5] and packed.labels.tolist() == [7, 8, 3]
+    assert packed.response_lengths == [2, 1, 0]
+    assert M.pack([], "cpu", align=2).ids.shape == (1, 2)
+    with pytest.raises(ValueError, match="sample 1 .* 2 response tokens of 2"):
+        M.pack([([5, 6], 1), ([1, 2], 2)], "cpu")
+
+
+# ---- fingerprints ---------------------------------------------------------------------------------------------------
+def oracle(t):
+    """The definition in Python's integers."""
+    t = t[None] if t.dim() == 1 else t
+    bits = t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).tolist()
+    a = lambda i: (i * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64 | 1
+    b = lambda j: (j * 0xC2B2AE3D27D4EB4F + 0x165667B19E3779F9) % 2**64 | 1
+    return sum(x * a(i) * b(j) for i, row in enumerate(bits) for j, x in enumerate(row)) % 2**64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(7,), (5, 9), (1, 1), (64, 3)])
+def test_fingerprint_is_the_definition(monkeypatch, dtype, shape):
+    t = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert fingerprint(t) == oracle(t)
+    monkeypatch.setattr("fingerprint.CHUNK", 8)  # several chunks, in both directions
+    assert fingerprint(t) == oracle(t)
+
+
+def test_fingerprints_of_slices_add_up():
+    t = torch.randn(10, 12)
+    cuts = [(0, 4, 0, 12), (4, 10, 0, 5), (4, 10, 5, 12)]
+    assert sum(fingerprint(t[a:b, c:d], a, c) for a, b, c, d in cuts) % 2**64 == fingerprint(t)
+    v = torch.randn(9)
+    assert (fingerprint(v[:4]) + fingerprint(v[4:], c0=4)) % 2**64 == fingerprint(v)
+    assert fingerprint(t.t()) == fingerprint(t.t().contiguous()) != fingerprint(t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fingerprint_catches(dtype):
+    t = torch.randn(8, 6).to(dtype)
+    flipped = t.clone()
+    flipped.view({torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype])[3, 2] ^= 1  # the lowest bit
+    rows, columns = t.clone(), t.clone()
+    rows[[1, 5]], columns[:, [0, 4]] = t[[5, 1]], t[:, [4, 0]]
+    minus_zero = torch.zeros(8, 6, dtype=dtype)
+    minus_zero[0, 0] = -0.0
+    assert len({fingerprint(x) for x in (t, flipped, rows, columns)}) == 4
+    assert fingerprint(minus_zero) != fingerprint(torch.zeros(8, 6, dtype=dtype)) == 0
+    q, k = torch.randn(2, 8, 6).to(dtype)  # a pair of equal shape, exchanged: caught by name
+    assert fingerprint(q) != fingerprint(k)
