@@ -1,7 +1,7 @@
 """One SGLang server: how it is started, spoken to and stopped.
 
-`server_command` is the command line and environment, `EngineClient` the HTTP verbs, `SGLangEngine` the Ray actor that
-owns the server's process. The server is SGLang as it is; `sglang_ext/` is put on its path (see there).
+`server_command` is the command line and environment, `EngineClient` the HTTP verbs, `Server` the owner of the process and
+`SGLangEngine` the same as a Ray actor. The server is SGLang as it is; `sglang_ext/` is put on its path (see there).
 """
 
 import os
@@ -166,23 +166,23 @@ def pick_port(wanted, host, who):
 
 def free_address():
     """(host, port) for a rendezvous on this node: loopback when it is the only one, so that nothing listens outside."""
-    alone = sum(node["Alive"] for node in ray.nodes()) == 1
+    alone = not ray.is_initialized() or sum(node["Alive"] for node in ray.nodes()) == 1
     host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
     return host, pick_port(None, host, "rendezvous")
 
 
-def last_words(path, lines=12):
-    """The end of a server's log: the last error line first, then the last lines."""
+def last_words(path, start=0, lines=12):
+    """Why a server ended, from its log beyond byte `start`: the last error line, then the last lines."""
     with open(path, errors="replace") as f:
-        text = [line.rstrip() for line in f if line.strip()]
-    errors = [line for line in text if re.match(r"(\[[^\]]*\] )?(\w+\.)*\w*(Error|Exception|error)\b.*:", line)]
+        f.seek(start)
+        text = [line.rstrip()[:300] for line in f if line.strip()]
+    errors = [line for line in text if re.search(r"\w*(Error|Exception|error): \S", line)]
     return "\n".join([*(errors[-1:] or ["no error line in its log"]), f"--- end of {path}", *text[-lines:]])
 
 
 # ---- the process ------------------------------------------------------------------------------------------
-@ray.remote(num_cpus=0)
-class SGLangEngine:
-    """Owns one server process, in a group of its own that dies with this actor (serve.py watches its stdin).
+class Server:
+    """Owns one server process, in a group of its own that dies with the owner (serve.py watches its stdin).
 
     Reads what `server_command` reads and args.hf_checkpoint, run_dir, sglang_port, engine_start_timeout.
     """
@@ -201,7 +201,8 @@ class SGLangEngine:
         argv, env = server_command(args, args.hf_checkpoint, port, self.rank, host)
         env["TMPDIR"] = self.scratch = tempfile.mkdtemp(prefix="offbeat-")   # SGLang leaves its sockets behind
         os.makedirs(os.path.dirname(self.log), exist_ok=True)
-        with open(self.log, "w") as log:
+        with open(self.log, "a") as log:
+            self.log_start = log.tell()
             self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
                                             start_new_session=True)
         self.client = EngineClient(f"http://{host}:{port}", api_key(args))
@@ -210,22 +211,23 @@ class SGLangEngine:
 
     def wait_until_healthy(self, who, deadline):
         while True:
-            if self.process.poll() is not None:
-                raise EngineError(f"{who}: start: {self.died()}")
+            if problem := self.died():
+                self.stop()
+                raise EngineError(f"{who}: start: {problem}")
             try:
                 return self.client.health()
             except EngineError:
                 if time.monotonic() > deadline:
                     self.stop(grace=0)
                     raise EngineError(f"{who}: start: not healthy within --engine-start-timeout "
-                                      f"{self.args.engine_start_timeout:g} s: {last_words(self.log)}") from None
+                                      f"{self.args.engine_start_timeout:g} s: {last_words(self.log, self.log_start)}") from None
             time.sleep(0.1)
 
     def died(self):
         """None while the server runs, else why it ended: exit status and the last words of its log."""
         if self.process is None or self.process.poll() is None:
             return None
-        return f"the server ended with status {self.process.returncode}: {last_words(self.log)}"
+        return f"the server ended with status {self.process.returncode}: {last_words(self.log, self.log_start)}"
 
     def pid(self):
         return self.process.pid
@@ -247,3 +249,6 @@ class SGLangEngine:
             pass
         self.process.wait(10)
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+SGLangEngine = ray.remote(num_cpus=0)(Server)   # the actor; a Server is used as it is where there is no Ray

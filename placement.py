@@ -16,9 +16,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tqdm import tqdm
 
 import checkpoint
-from engine import EngineError, SGLangEngine
+from engine import EngineError, SGLangEngine, free_address
 from rollout import RolloutManager
-from sync_weights import free_address, sync_weights
+from sync_weights import sync_weights
 from tracking import Tracker
 from trainer import TrainWorker
 
@@ -65,12 +65,14 @@ def finish(args, step, trainers, rollout, tracker, save):
 
 def report(error, args):
     """The whole trace goes to a file, the cause in one line to the terminal."""
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) and error.cause else error
+    remote = isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None
+    cause = error.cause if remote else error
     path = os.path.join(args.run_dir, "logs", "error.txt")
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w") as f:
         f.write(str(error) + "\n" + "".join(traceback.format_exception(error)))
-    kind = "" if isinstance(cause, (ValueError, EngineError)) else f"{type(cause).__name__}: "
+    named = isinstance(cause, EngineError) or isinstance(cause, ValueError) and not remote   # says all by itself
+    kind = "" if named else f"{type(cause).__name__}: "
     print(f"error: {kind}{cause}   (trace: {path})", file=sys.stderr, flush=True)
 
 

@@ -6,7 +6,6 @@ pipeline stage is a source: it forms one group (NCCL; gloo on the CPU) with ever
 
 import concurrent.futures
 import datetime
-import socket
 import time
 
 import ray
@@ -16,7 +15,7 @@ from megatron.core import parallel_state as mpu
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
 import weight_map
-from engine import EngineClient, EngineError, api_key
+from engine import EngineClient, EngineError, api_key, free_address
 from fingerprint import fingerprint
 
 
@@ -152,12 +151,3 @@ def join_group(init_method, world_size, name, backend, timeout):
                                          group_name=name, backend_options=None, timeout=limit)
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
-
-
-def free_address():
-    """(host, port) for a rendezvous on this node: loopback when it is the only one, so that nothing listens outside."""
-    alone = sum(node["Alive"] for node in ray.nodes()) == 1
-    host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return host, s.getsockname()[1]

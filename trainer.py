@@ -129,7 +129,7 @@ class TrainWorker:
 
     # ---- tensors ------------------------------------------------------------------------------------------
     def to_pack(self, batch, micro):
-        samples = [(batch["tokens"][s], batch["response_lengths"][s]) for s in micro]
+        samples = [(batch["tokens"][s].tolist(), batch["response_lengths"][s]) for s in micro]
         return model.pack(samples, device(), align=self.args.tensor_model_parallel_size if self.args.sequence_parallel else 1)
 
     def to_columns(self, batch, micro):

@@ -1,0 +1,195 @@
+"""Whole runs of the entry scripts, real Ray and real Megatron, with the scripted engine in SGLang's place."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+import harness
+import scripted_engine
+from buffer import Ledger
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return harness.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engine():
+    """Starts scripted engines on demand and ends them after the test."""
+    started = []
+
+    def start(n=1, **options):
+        engines = scripted_engine.start(n, **{"vocab_size": 250, "lengths": "eos:4", **options})
+        started.extend(engines)
+        return [url for _, url in engines]
+
+    yield start
+    scripted_engine.stop(started)
+
+
+def weights(out, name, step):
+    state = harness.saved_state(out, name, step)
+    return {key: state[key] for key in ("model", "masters", "optimizer")}
+
+
+@pytest.mark.contract
+def test_lags_and_equivalence_of_the_scripts(model, engine, tmp_path):
+    """train_sync.py: lag 0 everywhere. train_async.py: 0, then exactly 1. With --max-lag 0 it is train_sync.py, bitwise.
+    --update-weights-interval 2: lags 1..2 after batch 0. All read from the samples' own versions."""
+    urls = engine(2)
+    saved = str(tmp_path / "{name}" / "{{step}}.jsonl")
+    for script, name, changes in (("train_sync.py", "sync", {}), ("train_async.py", "async", {}),
+                                  ("train_async.py", "lag0", {"max_lag": 0}),
+                                  ("train_async.py", "k2", {"update_weights_interval": 2})):
+        harness.succeed(script, harness.flags(model, tmp_path, name, urls, save_interval=6, **changes,
+                                              save_debug_rollout_data=saved.format(name=name)))
+    lags = {}
+    for name in ("sync", "async", "lag0", "k2"):
+        lags[name] = []
+        for step in range(6):
+            groups = harness.read_jsonl(tmp_path / name / f"{step}.jsonl")
+            versions = {run[0] for group in groups for sample in group["samples"] for run in sample["version_runs"]}
+            lags[name].append(sorted(step - v for v in versions))
+        rows = harness.metrics(tmp_path, name)
+        assert [row["step"] for row in rows] == list(range(6))
+        assert [[row["staleness/min"], row["staleness/max"]] for row in rows] == [[lag[0], lag[-1]] for lag in lags[name]]
+    assert lags["sync"] == lags["lag0"] == [[0]] * 6
+    assert lags["async"] == [[0]] + [[1]] * 5
+    assert lags["k2"] == [[0], [1], [2], [1], [2], [1]]      # version 2 is published at step 2 and makes batches 3 and 4
+    assert harness.same_bits(weights(tmp_path, "sync", 6), weights(tmp_path, "lag0", 6))
+    assert not harness.same_bits(weights(tmp_path, "sync", 6)["model"], weights(tmp_path, "async", 6)["model"])
+
+
+def moments(out, name):
+    """Conditions on a run's ledger: what it must have done before it is interrupted."""
+    path = os.path.join(out, name, "ledger.jsonl")
+    seen = lambda: Ledger.surviving(path) if os.path.exists(path) else []
+    return {"trained 3": lambda: any(r["event"] == "trained" and r["step"] == 3 for r in seen()),
+            "saving 4": lambda: any(r["event"] == "save" and r["step"] == 4 for r in seen()),
+            "generating 7": lambda: any(r["event"] == "draw" and r["group"] == 7 * 4 + 1 for r in seen())}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("script, hows", [
+    ("train_async.py", [("trained 3", signal.SIGKILL), ("saving 4", signal.SIGKILL), ("saving 4", signal.SIGTERM),
+                        ("generating 7", signal.SIGKILL)]),
+    ("train_sync.py", [("trained 3", signal.SIGKILL), ("saving 4", signal.SIGKILL), ("generating 7", signal.SIGKILL),
+                       ("generating 7", signal.SIGINT)]),
+])
+def test_kill_and_resume_is_exact(script, hows, model, engine, tmp_path):
+    """One run is interrupted and resumed again and again, another is not: the surviving line of the ledger has the same
+    groups trained in the same steps, each once, and weights and optimizer end equal to the last bit."""
+    urls = engine(1, unit_seconds=0.03)
+    settings = dict(num_rollout=9, save_interval=2)
+    harness.succeed(script, harness.flags(model, tmp_path, "whole", urls, **settings))
+    load = {}
+    for moment, how in hows:
+        process = harness.start(script, harness.flags(model, tmp_path, "cut", urls, **settings, **load))
+        status, _ = harness.interrupt(process, moments(tmp_path, "cut")[moment], how)
+        assert status == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[how]
+        load = {"load": str(tmp_path / "cut"), "run_name": None}
+    harness.succeed(script, harness.flags(model, tmp_path, "cut", urls, **settings, **load))
+
+    want, got = (Ledger.outcomes(str(tmp_path / name / "ledger.jsonl")) for name in ("whole", "cut"))
+    assert got == want and len(want) == 36 and all(group["outcome"] == "trained" for group in want.values())
+    assert sum(r["event"] == "resume" for r in Ledger.read(str(tmp_path / "cut" / "ledger.jsonl"))) == len(hows)
+    assert harness.same_bits(weights(tmp_path, "whole", 9), weights(tmp_path, "cut", 9))
+    rows = harness.metrics(tmp_path, "cut")
+    assert [row["step"] for row in rows] == list(range(9))
+    assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in harness.metrics(tmp_path, "whole")]
+
+
+@pytest.mark.contract
+def test_partial_rollout_continues_and_loses_nothing(model, engine, tmp_path):
+    """Over-sampling with one long answer in three: continued samples carry mixed versions and equal columns, the engine is
+    asked for what is left of the budget only, and every drawn group is trained, buffered or in flight."""
+    urls = engine(1, lengths="2:1,1:12", unit_seconds=0.05, budget=24)
+    harness.succeed("train_async.py", harness.flags(
+        model, tmp_path, "partial", urls, num_rollout=8, over_sampling_batch_size=8, partial_rollout=True, save_interval=8,
+        rollout_max_response_len=24, save_debug_rollout_data=str(tmp_path / "data" / "{step}.jsonl")))
+    mixed = 0
+    for step in range(8):
+        for group in harness.read_jsonl(tmp_path / "data" / f"{step}.jsonl"):
+            for sample in group["samples"]:
+                length = len(sample["response_tokens"])
+                assert length == len(sample["loss_mask"]) == len(sample["rollout_logprobs"]) <= 24
+                assert length == sum(count for _, count in sample["version_runs"])
+                assert length == (12 if length > 1 else 1), "a continued answer has the length that it had at first"
+                mixed += len(sample["version_runs"]) > 1
+    assert mixed > 0, "no sample was continued under newer weights: the test shows nothing"
+    outcomes = Ledger.outcomes(str(tmp_path / "partial" / "ledger.jsonl"))
+    assert sum(group["outcome"] == "trained" for group in outcomes.values()) == 8 * 4
+    assert {group["outcome"] for group in outcomes.values()} <= {"trained", "buffered"}
+    assert sorted(outcomes) == list(range(len(outcomes)))
+
+
+@pytest.mark.contract
+def test_without_partial_rollout_aborted_groups_start_again(model, engine, tmp_path):
+    """An aborted group is drawn again at its prompt and is not aborted a second time, so long answers do finish; no token of
+    an older version is left in them."""
+    urls = engine(1, lengths="2:1,1:12", unit_seconds=0.05, budget=24)
+    harness.succeed("train_sync.py", harness.flags(
+        model, tmp_path, "reset", urls, num_rollout=8, over_sampling_batch_size=8, rollout_max_response_len=24,
+        save_debug_rollout_data=str(tmp_path / "data" / "{step}.jsonl")))
+    records = list(Ledger.read(str(tmp_path / "reset" / "ledger.jsonl")))
+    back = [r["group"] for r in records if r["event"] == "put_back"]
+    assert back and len(back) == len(set(back)), "aborted twice"
+    groups = [g for step in range(8) for g in harness.read_jsonl(tmp_path / "data" / f"{step}.jsonl")]
+    again = [g for g in groups if g["group_id"] in back]
+    assert again and all(len(s["version_runs"]) == 1 for g in again for s in g["samples"])
+
+
+def test_dynamic_sampling_gives_up_with_the_counts(model, engine, tmp_path):
+    """Nothing but zero rewards: the run ends with what it counted, and does not sample for ever."""
+    status, output = harness.run("train_sync.py", harness.flags(
+        model, tmp_path, "hopeless", engine(1), custom_rm_path=None, dynamic_sampling_filter=True, max_filter_rounds=3))
+    assert status == 1
+    assert re.search(r"error: RuntimeError: 1\d groups drawn \(--max-filter-rounds 3 batches\) and only 0 of 4 accepted: "
+                     r"0 were all right, \d+ all wrong", output), output[-2000:]
+
+
+def test_data_that_ends_first_ends_the_run_cleanly(model, engine, tmp_path):
+    """200 rows in batches of 64: three full steps in one epoch, and the final evaluation says which version it measured."""
+    output = harness.succeed("train_async.py", harness.flags(
+        model, tmp_path, "epoch", engine(1), num_rollout=50, num_epoch=1, rollout_batch_size=64, n_samples_per_prompt=1,
+        eval_prompt_data=["sums", os.path.join(model, "eval.jsonl")], eval_interval=2))
+    assert len(harness.metrics(tmp_path, "epoch")) == 3
+    evals = harness.read_jsonl(tmp_path / "epoch" / "eval.jsonl")
+    assert [row["version"] for row in evals] == [0, 2, 3]
+    assert re.fullmatch(r"eval_reward \d\.\d\d -> \d\.\d\d", output.strip().splitlines()[-1])
+
+
+def test_the_two_halves_alone(model, engine, tmp_path):
+    """--debug-rollout-only writes batches; --debug-train-only trains on them without an engine, to the same weights as the
+    whole run that made them."""
+    urls = engine(1)
+    saved = str(tmp_path / "data" / "{step}.jsonl")
+    harness.succeed("train_sync.py", harness.flags(model, tmp_path, "whole", urls, num_rollout=3, save_interval=3,
+                                                   save_debug_rollout_data=saved))
+    harness.succeed("train_sync.py", harness.flags(model, tmp_path, "train", num_rollout=3, save_interval=3, prompt_data=None,
+                                                   debug_train_only=True, load_debug_rollout_data=saved))
+    assert harness.same_bits(weights(tmp_path, "whole", 3), weights(tmp_path, "train", 3))
+    harness.succeed("train_sync.py", harness.flags(model, tmp_path, "roll", urls, num_rollout=3, debug_rollout_only=True,
+                                                   save_debug_rollout_data=str(tmp_path / "roll_data" / "{step}.jsonl")))
+    assert len(harness.read_jsonl(tmp_path / "roll_data" / "2.jsonl")) == 4
+    assert not os.path.exists(tmp_path / "roll" / "ledger.jsonl")
+
+
+def test_an_error_in_the_reward_ends_the_run_with_its_cause(model, engine, tmp_path):
+    status, output = harness.run("train_async.py", harness.flags(model, tmp_path, "bad", engine(1),
+                                                                 custom_rm_path="test_loops.broken_reward"))
+    assert status == 1
+    assert "error: ZeroDivisionError: division by zero" in output.strip().splitlines()[-1]
+
+
+def broken_reward(args, sample):
+    return 1 / 0
+
+
+def test_lr_0_leaves_the_weights_alone(model, engine, tmp_path):
+    harness.succeed("train_async.py", harness.flags(model, tmp_path, "still", engine(1), lr=0, num_rollout=2, save_interval=1))
+    assert harness.same_bits(weights(tmp_path, "still", 1)["model"], weights(tmp_path, "still", 2)["model"])

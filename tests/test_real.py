@@ -1,0 +1,130 @@
+"""The whole loop on real parts: two SGLang servers on the CPU, Megatron ranks over gloo, Ray. Hugging Face is the oracle."""
+
+import copy
+import os
+
+import pytest
+import ray
+import torch
+
+import harness
+import placement
+import train_async
+import train_sync
+from args import parse_args
+from engine import SGLangEngine
+from tracking import Tracker
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return harness.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engines(model, tmp_path_factory):
+    """Two servers, shared by the tests of this file: each launch joins them anew and sends its own weights first."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([harness.ROOT, harness.TESTS])
+    args = parse_args(harness.flags(model, tmp_path_factory.mktemp("engines"), "engines", rollout_num_gpus=2))
+    placement.start_ray(args)
+    actors = [SGLangEngine.remote(rank, args) for rank in range(2)]
+    try:
+        yield ray.get([actor.start.remote() for actor in actors], timeout=240)
+    finally:
+        placement.stop(actors)
+
+
+def launch(model, urls, out, name, **changes):
+    args = parse_args(harness.flags(model, out, name, urls, **changes))
+    trainers, rollout = placement.launch(args, [])
+    return args, trainers, rollout
+
+
+def steps(loop, args, trainers, rollout, start, stop, folder):
+    """Runs `loop` over some steps and returns their rows."""
+    part = copy.copy(args)
+    part.num_rollout, part.run_dir = stop, os.path.join(args.run_dir, folder)
+    os.makedirs(part.run_dir)
+    tracker = Tracker(part, start)
+    assert loop(part, trainers, rollout, tracker, start) == stop
+    tracker.bar.close()
+    return tracker.rows.read()
+
+
+def differences(data, weights, temperature):
+    """max |engine's log-prob - log_softmax(logits / T)| over all samples of a batch, by Hugging Face with these weights."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
+    worst = 0.0
+    for sample in (s for group in harness.read_jsonl(data) for s in group["samples"]):
+        prompt, response = sample["prompt_tokens"], sample["response_tokens"]
+        with torch.no_grad():
+            logits = network(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1]
+        want = torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        worst = max(worst, (want - torch.tensor(sample["rollout_logprobs"])).abs().max().item())
+    return worst
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("layout, temperature, policy_old", [
+    (dict(actor_num_gpus_per_node=2, tensor_model_parallel_size=2), 1.0, "rollout"),
+    (dict(actor_num_gpus_per_node=2, pipeline_model_parallel_size=2), 0.7, "rollout"),
+    (dict(actor_num_gpus_per_node=2, use_distributed_optimizer=True), 1.0, "recompute"),
+], ids=["tp2", "pp2", "dp2"])
+def test_three_steps_on_real_parts(layout, temperature, policy_old, model, engines, tmp_path):
+    """After every sync both engines sample with exactly the trainer's weights: log-probs agree to 1e-4 with those of the
+    exported version, and are far off with the version before. On-policy KL between old and current is 0."""
+    data = str(tmp_path / "{step}.jsonl")
+    args, trainers, rollout = launch(model, engines, tmp_path, "run", rollout_temperature=temperature, policy_old=policy_old,
+                                     save_debug_rollout_data=data, rollout_batch_size=8, **layout)
+    try:
+        exports = [model]
+        for step in range(3):
+            row, = steps(train_sync.train, args, trainers, rollout, step, step + 1, f"part{step}")
+            assert row["staleness/max"] == 0 and row["sync/bytes"] == 4 * count_parameters(model)
+            assert row["train/first_ppo_kl"] == 0 if policy_old == "recompute" else abs(row["train/first_ppo_kl"]) < 1e-4
+            assert row["train/logprob_abs_diff"] < 1e-4 and row["train/grad_norm"] > 0
+            exports.append(str(tmp_path / f"version{step + 1}"))
+            ray.get([trainer.export.remote(exports[-1]) for trainer in trainers])
+        for step in range(3):
+            right = differences(data.format(step=step), exports[step], temperature)
+            wrong = differences(data.format(step=step), exports[step + 1], temperature)
+            print(f"step {step}: max |engine - trainer| {right:.1e}; with the next version's weights {wrong:.1e}")
+            assert right < 1e-4 < 100 * right < wrong
+    finally:
+        for actor in [*trainers, rollout]:
+            ray.kill(actor)
+
+
+def count_parameters(model):
+    from safetensors import safe_open
+    with safe_open(os.path.join(model, "model.safetensors"), "pt") as f:
+        return sum(f.get_tensor(name).numel() for name in f.keys())
+
+
+@pytest.mark.contract
+def test_one_step_off_and_partial_rollout_on_real_parts(model, engines, tmp_path):
+    """train_async.py: lag 0, then 1. With over-sampling and partial rollout long answers come back with mixed versions."""
+    args, trainers, rollout = launch(model, engines, tmp_path, "run")
+    try:
+        rows = steps(train_async.train, args, trainers, rollout, 0, 3, "part")
+        assert [(row["staleness/min"], row["staleness/max"]) for row in rows] == [(0, 0), (1, 1), (1, 1)]
+        assert rows[0]["train/logprob_abs_diff"] < 1e-4 < rows[1]["train/logprob_abs_diff"]
+    finally:
+        for actor in [*trainers, rollout]:
+            ray.kill(actor)
+    args, trainers, rollout = launch(model, engines, tmp_path, "partial", partial_rollout=True, over_sampling_batch_size=16,
+                                     rollout_max_response_len=200, max_tokens_per_gpu=512,
+                                     save_debug_rollout_data=str(tmp_path / "{step}.jsonl"))
+    try:
+        steps(train_async.train, args, trainers, rollout, 0, 5, "part")
+        samples = [s for step in range(5) for group in harness.read_jsonl(tmp_path / f"{step}.jsonl") for s in group["samples"]]
+        for sample in samples:
+            length = len(sample["response_tokens"])
+            assert length == len(sample["loss_mask"]) == len(sample["rollout_logprobs"]) <= 200
+            assert length == sum(count for _, count in sample["version_runs"])
+        assert any(len(sample["version_runs"]) > 1 for sample in samples), "nothing was continued: the test shows nothing"
+    finally:
+        for actor in [*trainers, rollout]:
+            ray.kill(actor)
