@@ -619,7 +619,7 @@ def lines_executed(call):
 
 def test_no_operation_gets_slower_with_more_groups_or_rows():
     def costs(size):
-        fresh, buffer = [make_buffer(rows=CountingRows(5 * size), n=1) for _ in range(2)]
+        fresh, buffer = [make_buffer(rows=CountingRows(5 * size), n=1, shuffle=shuffle) for shuffle in (True, False)]
         groups = buffer.draw(3 * size)
         fresh.draw(1)                                          # the first of an epoch shuffles it
         complete(buffer, groups[:size])
