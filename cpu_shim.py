@@ -31,7 +31,7 @@ def install():
         return
     torch._dynamo.config.disable = True  # Megatron's @jit_fuser is torch.compile, which would call a C++ compiler
     torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.synchronize = lambda *_, **__: None
+    torch.cuda.synchronize = lambda *_, **__: None  # between pipeline stages
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.cuda.manual_seed = torch.manual_seed
 

@@ -7,15 +7,20 @@ nothing: the loss carries its own, global, denominator.
 """
 import datetime
 import json
+import logging
 import math
 import os
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import cpu_shim
 
+for module in ("megatron", "torch.distributed.c10d_logger", "cpu_shim"):  # no apex: by design; deprecations in megatron
+    warnings.filterwarnings("ignore", module=module)
 cpu_shim.install()
+logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 
 import torch
 import torch.distributed as dist
@@ -258,12 +263,11 @@ def wrap(model, args):
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer,
         overlap_grad_reduce=False, check_for_nan_in_grad=True), model)
-    optimizer = get_megatron_optimizer(OptimizerConfig(
+    optimizer = get_megatron_optimizer(OptimizerConfig(  # clip_grad 0 would skip computing the norm, too
         optimizer="adam", lr=args.lr, min_lr=args.min_lr, weight_decay=args.weight_decay, adam_beta1=args.adam_beta1,
         adam_beta2=args.adam_beta2, adam_eps=args.adam_eps, clip_grad=args.clip_grad or math.inf, bf16=config.bf16,
         params_dtype=config.params_dtype, use_distributed_optimizer=args.use_distributed_optimizer),
         [ddp], use_gloo_process_groups=False)
-    # (clip_grad 0 would also skip computing the norm)
     # also what keeps weight decay away from norms and biases: it alone applies the groups' wd_mult
     scheduler = OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=args.lr, min_lr=args.min_lr, lr_warmup_steps=args.lr_warmup_iters,
@@ -376,7 +380,7 @@ def token_logprobs(model, hidden, labels, temperature, chunk=1024, entropy=False
     padded = max(0, (mpu.get_tensor_model_parallel_rank() + 1) * weight.size(0) - gpt.true_vocab_size)
 
     def rows(hidden, labels):
-        logits = F.linear(hidden, weight).float() / temperature
+        logits = F.linear(hidden, weight).float().div_(temperature)
         if padded:  # rows that only fill up the tensor parallel split have logit 0, but no part in the softmax
             logits[:, -padded:] = -1e30  # finite: 0 x inf would be NaN
         return _LabelLogprob.apply(logits, labels)
@@ -422,8 +426,8 @@ def run(models, packed, loss_func, forward_only=False):
 
 # ---- the checkpoint of one rank -------------------------------------------------------------------------------------
 def _layout(optimizer):
-    return {"rank": dist.get_rank(), "tensor parallel": mpu.get_tensor_model_parallel_world_size(),
-            "pipeline": mpu.get_pipeline_model_parallel_world_size(), "data parallel": mpu.get_data_parallel_world_size(),
+    return {"rank": dist.get_rank(), "tp": mpu.get_tensor_model_parallel_world_size(),
+            "pp": mpu.get_pipeline_model_parallel_world_size(), "dp": mpu.get_data_parallel_world_size(),
             "optimizer": type(optimizer.chained_optimizers[0]).__name__}
 
 

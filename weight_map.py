@@ -84,10 +84,11 @@ def load(model, hf, get_tensor):
             names = [EMBEDDING]  # the last pipeline stage holds its own copy of a tied embedding
         full = [get_tensor(n) for n in names]
         if kind == "vocab" and full[0].size(0) != hf.vocab_size:
-            raise ValueError(f"checkpoint: {names[0]} has {full[0].size(0)} rows, config.json says {hf.vocab_size}")
+            raise ValueError(f"--hf-checkpoint: {names[0]} has {full[0].size(0)} rows, vocab_size is {hf.vocab_size}")
         shard = to_shard(kind, full, param, hf, tp, rank)
         if shard.shape != param.shape:
-            raise ValueError(f"checkpoint: {', '.join(names)}: {[tuple(t.shape) for t in full]} do not fit config.json")
+            raise ValueError(f"--hf-checkpoint: {', '.join(names)}: {[tuple(t.shape) for t in full]} do not fit "
+                             "config.json")
         param.copy_(shard)
 
 
