@@ -37,7 +37,7 @@ def latest(args):
     """(step, folder) of the last whole checkpoint in args.save. ValueError if there is none or its layout is another."""
     found = complete(args.save)
     if not found:
-        raise ValueError(f"--load {args.load}: there is no whole checkpoint in {args.save}; start anew without --load")
+        raise ValueError(f"--load {args.load}: there is no whole checkpoint in {args.save}; start anew under another --run-name")
     step = max(found)
     layout = {name: getattr(args, name) for name in LAYOUT}
     differing = [f"--{name.replace('_', '-')} was {value}, is {layout[name]}"

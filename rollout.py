@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -48,8 +49,13 @@ class Work:
     """A group on its way. `aborting` is read by its samples before each request."""
     group: Group
     lane: Lane
+    tokens: int = 0                   # its part of lane.tokens: given back as samples end
     rids: set = field(default_factory=set)
     aborting: bool = False
+
+    def load(self, tokens):
+        self.tokens += tokens
+        self.lane.tokens += tokens
 
 
 class RolloutManager:
@@ -81,25 +87,28 @@ class RolloutManager:
 
     # ---- the batch of a step ------------------------------------------------------------------------------
     async def generate(self, step):
-        """Collects the batch of `step` and returns (reference to the batch, metrics), or (None, {}) when the data have ended.
-
-        After a resume the batch that waited at the save is handed out as it was.
-        """
-        started, args, counts = time.time(), self.args, {}
-        if args.load_debug_rollout_data:
-            groups = load_groups(args.load_debug_rollout_data.format(step=step))
-        else:
-            groups = self.buffer.waiting(step)
+        """The batch of `step`: (reference to its columns, metrics), or (None, {}) when the data have ended."""
+        started = time.time()
+        groups, counts = await self.next_groups(step)
         if groups is None:
-            counts = await self.collect(args.rollout_batch_size)
-            if self.buffer.finished_count < args.rollout_batch_size:
-                return None, {}
-            groups = self.buffer.take(step, args.rollout_batch_size)
-        if args.save_debug_rollout_data:
-            save_groups(args.save_debug_rollout_data.format(step=step), groups)
+            return None, {}
+        if self.args.save_debug_rollout_data:
+            save_groups(self.args.save_debug_rollout_data.format(step=step), groups)
         seconds = time.time() - started
         metrics = {**batch_metrics(step, groups), **counts, "perf/generate_time": seconds, **self.lane_metrics(seconds)}
-        return ray.put(make_batch(args, step, groups)), metrics
+        return ray.put(make_batch(self.args, step, groups)), metrics
+
+    async def next_groups(self, step):
+        """(groups, counts), or (None, counts) when the data have ended. After a resume the batch that waited at the save is
+        handed out as it was."""
+        if self.args.load_debug_rollout_data:
+            return load_groups(self.args.load_debug_rollout_data.format(step=step)), {}
+        groups = self.buffer.waiting(step)
+        if groups is not None:
+            return groups, {}
+        wanted = self.args.rollout_batch_size
+        counts = await self.collect(wanted)
+        return (self.buffer.take(step, wanted) if self.buffer.finished_count >= wanted else None), counts
 
     async def collect(self, wanted):
         """Keeps groups submitted until `wanted` are finished and accepted, then aborts the rest. Surplus stays in the buffer."""
@@ -134,8 +143,7 @@ class RolloutManager:
 
     async def run_group(self, group, counts):
         """Generates and rewards one group, then puts it where it belongs: finished, dropped, or back into the buffer."""
-        work = Work(group, min(self.lanes, key=lambda lane: lane.tokens))   # one engine for all: they share the prompt's cache
-        self.works[group.group_id] = work
+        work = self.works[group.group_id] = self.assign(group)
         try:
             if len(group.samples[0].prompt_tokens) > self.args.rollout_max_prompt_len:
                 raise Dropped("prompt_too_long")
@@ -150,7 +158,18 @@ class RolloutManager:
             counts[name] = counts.get(name, 0) + 1
             self.buffer.drop(group, str(reason))
         finally:
+            work.load(-work.tokens)
             del self.works[group.group_id]
+
+    def assign(self, group):
+        """The least loaded engine, for all samples of the group: they share the prompt's cache. The load counts from here,
+        not from the request: all groups of a batch choose before the first request is out."""
+        work = Work(group, min(self.lanes, key=lambda lane: lane.tokens))
+        work.load(sum(self.cost(sample) for sample in group.samples if sample.status == "pending"))
+        return work
+
+    def cost(self, sample):
+        return len(sample.prompt_tokens) + self.args.rollout_max_response_len
 
     def accept(self, group, counts):
         """The filter looks at the task's rewards; what passes waits in the buffer for a batch."""
@@ -190,6 +209,7 @@ class RolloutManager:
             if work.aborting:
                 return
             await self.generate_sample(self.args, sample, lambda s: self.continue_sample(work, s))
+        work.load(-self.cost(sample))
         if sample.status == "pending":
             return
         sample.response = self.tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
@@ -216,9 +236,8 @@ class RolloutManager:
         """One /generate with finite tries. A 4xx is final; an engine that is gone ends the run with its name."""
         problem = None
         for attempt in range(self.args.max_sample_retries):
-            rid = f"{sample.group_id}-{sample.index}-{len(sample.response_tokens)}-{attempt}"
-            cost = len(payload["input_ids"]) + payload["sampling_params"]["max_new_tokens"]
-            with in_flight(work, rid, cost):
+            rid = uuid.uuid4().hex
+            with in_flight(work, rid):
                 try:
                     answer = await self.post(work.lane, "/generate", {**payload, "rid": rid}, self.args.generate_timeout)
                     self.take_answer(work, sample, answer)
@@ -285,13 +304,17 @@ class RolloutManager:
         return results
 
     async def eval_sample(self, sample):
-        work = Work(Group(sample.group_id, sample.row, 0, [sample]), min(self.lanes, key=lambda lane: lane.tokens))
-        args = self.args
-        async with work.lane.slots:
-            await self.generate_sample(args, sample, lambda s: self.continue_sample(
-                work, s, args.eval_temperature, args.eval_max_response_len))
-        sample.response = self.tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
-        reward = await self.call_reward([sample] if args.group_rm else sample)
+        args, work = self.args, self.assign(Group(sample.group_id, sample.row, 0, [sample]))
+        try:
+            async with work.lane.slots:
+                await self.generate_sample(args, sample, lambda s: self.continue_sample(
+                    work, s, args.eval_temperature, args.eval_max_response_len))
+            sample.response = self.tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
+            reward = await self.call_reward([sample] if args.group_rm else sample)
+        except Dropped as reason:                  # a mean over what happened to succeed would be a lie
+            raise RuntimeError(f"evaluation, row {sample.row}: {reason}") from None
+        finally:
+            work.load(-work.tokens)
         sample.reward = float(reward[0] if args.group_rm else reward)
 
     # ---- weight sync: the engines' side of it -------------------------------------------------------------
@@ -324,7 +347,7 @@ class RolloutManager:
             return
         self.buffer.ledger.write("save", step=step)
         with open(os.path.join(folder, "buffer.json"), "w") as f:
-            json.dump(self.buffer.state(), f)
+            f.write(json.dumps(self.buffer.state()))   # json.dump writes piece by piece, a third slower
             f.flush()
             os.fsync(f.fileno())
         self.buffer.ledger.sync()
@@ -374,15 +397,14 @@ async def gather(coroutines):
 
 
 class in_flight:
-    """Counts a request on its lane and names it for an abort."""
+    """Names a request for an abort, and counts the time that its engine is busy."""
 
-    def __init__(self, work, rid, cost):
-        self.work, self.rid, self.cost = work, rid, cost
+    def __init__(self, work, rid):
+        self.work, self.rid = work, rid
 
     def __enter__(self):
         lane = self.work.lane
         self.work.rids.add(self.rid)
-        lane.tokens += self.cost
         lane.requests += 1
         if lane.requests == 1:
             lane.since = time.time()
@@ -390,7 +412,6 @@ class in_flight:
     def __exit__(self, *error):
         lane = self.work.lane
         self.work.rids.discard(self.rid)
-        lane.tokens -= self.cost
         lane.requests -= 1
         if lane.requests == 0:
             lane.seconds += time.time() - lane.since

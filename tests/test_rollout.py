@@ -1,0 +1,252 @@
+"""The rollout manager against engines that misbehave on order. It runs in this process: no Ray is needed."""
+
+import asyncio
+import time
+
+import pytest
+import requests
+
+import harness
+import scripted_engine
+from args import parse_args
+from engine import EngineError
+from rollout import RolloutManager
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return harness.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def servers():
+    engines = scripted_engine.start(2, vocab_size=250)
+    yield [url for _, url in engines]
+    scripted_engine.stop(engines)
+
+
+@pytest.fixture
+def make(model, servers, tmp_path):
+    """make(orders, engines=1, **flags) -> a manager connected to engines that obey `orders` (see scripted_engine.py)."""
+    def make(orders, engines=1, **flags):
+        for url in servers:
+            requests.post(f"{url}/script", json={"reset": True, "lengths": "5", "unit_seconds": 0.0, "slots": 1 << 30,
+                                                 **orders}, timeout=10)
+        flags = {"max_sample_retries": 2, "generate_timeout": 5, **flags}
+        args = parse_args(harness.flags(model, tmp_path, f"run{len(list(tmp_path.iterdir()))}", servers[:engines], **flags))
+        manager = RolloutManager(args)
+        manager.connect(servers[:engines])
+        asyncio.run(manager.publish(0, None))
+        return manager
+    return make
+
+
+def run(coroutine, manager):
+    async def both():
+        try:
+            return await coroutine
+        finally:
+            if manager.session:
+                await manager.session.close()
+                manager.session = None
+    return asyncio.run(both())
+
+
+def counter(url):
+    return requests.get(f"{url}/script", timeout=10).json()
+
+
+def drops(manager):
+    from buffer import Ledger
+    return [r["reason"] for r in Ledger.read(manager.buffer.ledger.path) if r["event"] == "drop"]
+
+
+# ---- scheduling -------------------------------------------------------------------------------------------
+def test_batch_is_ordered_and_complete(make):
+    manager = make({})
+    groups, counts = run(manager.next_groups(0), manager)
+    assert [g.group_id for g in groups] == [0, 1, 2, 3] and counts["rollout/drawn"] == 4
+    for sample in (s for g in groups for s in g.samples):
+        assert len(sample.response_tokens) == 5 and sample.version_runs == [[0, 5]] and sample.status == "completed"
+
+
+def test_concurrency_is_bounded_and_refilled_at_every_completion(make, servers):
+    """16 requests, 4 at a time, of which one in four takes 8 units and the others 1: waves would wait for the longest of
+    each four; refilling needs about total work / 4."""
+    manager = make({"lengths": "3:1,1:8", "unit_seconds": 0.1}, rollout_batch_size=8, sglang_server_concurrency=4,
+                   rollout_max_response_len=8)
+    before = time.time()
+    groups, _ = run(manager.next_groups(0), manager)
+    seconds = time.time() - before
+    assert counter(servers[0])["peak_in_flight"] <= 4 or counter(servers[0])["queued"] == 0
+    work = sum(len(s.response_tokens) for g in groups for s in g.samples) * 0.1
+    assert seconds < work / 4 + 2 * 0.8 + 1.0        # the last long ones may run alone, plus overhead
+
+
+def test_a_group_goes_to_one_engine_and_groups_to_the_least_loaded(make, servers):
+    manager = make({"unit_seconds": 0.05}, engines=2, rollout_batch_size=4, n_samples_per_prompt=2)
+    before = [counter(url)["requests"] for url in servers]
+    seen = {}
+    ask = manager.ask
+
+    async def spy(work, sample, payload):
+        seen.setdefault(sample.group_id, set()).add(work.lane.url)
+        return await ask(work, sample, payload)
+
+    manager.ask = spy
+    run(manager.next_groups(0), manager)
+    assert all(len(urls) == 1 for urls in seen.values())
+    assert [counter(url)["requests"] - b for url, b in zip(servers, before)] == [4, 4]
+
+
+def test_surplus_is_kept_and_used_first(make):
+    """Eight kept submitted, four wanted: groups that finished beside them wait in the buffer, scored, for the next batch."""
+    manager = make({}, over_sampling_batch_size=8)
+    first, _ = run(manager.next_groups(0), manager)
+    surplus = sorted(manager.buffer.finished)
+    assert surplus, "equal lengths: several groups finish together"
+    manager.buffer.trained(0)
+    second, _ = run(manager.next_groups(1), manager)
+    assert [g.group_id for g in second][:len(surplus)] == surplus[:4]
+
+
+def test_control_calls_are_answered_while_requests_are_open(make):
+    manager = make({"lengths": "4", "unit_seconds": 0.5}, rollout_batch_size=64, n_samples_per_prompt=4)
+
+    async def control():
+        generation = asyncio.create_task(manager.next_groups(0))
+        await asyncio.sleep(0.5)
+        before = time.time()
+        await manager.check_alive(manager.lanes[0], "")
+        seconds = time.time() - before
+        await generation
+        return seconds
+
+    assert run(control(), manager) < 1.0
+
+
+# ---- faults -----------------------------------------------------------------------------------------------
+def test_a_4xx_is_never_retried_and_never_a_reward_of_0(make, servers):
+    before = counter(servers[0])["refused"]
+    manager = make({"refuse": 1, "status": 400})
+    groups, counts = run(manager.next_groups(0), manager)
+    assert counter(servers[0])["refused"] - before == 1
+    assert counts["rollout/dropped_error"] == 1 and len(groups) == 4
+    assert "answered /generate with 400" in drops(manager)[0]
+
+
+def test_a_5xx_is_retried_and_the_sample_is_whole(make, servers):
+    manager = make({"refuse": 1, "status": 500})
+    groups, counts = run(manager.next_groups(0), manager)
+    assert "rollout/dropped_error" not in counts and drops(manager) == []
+    assert all(len(s.response_tokens) == 5 for g in groups for s in g.samples)
+
+
+def test_a_request_that_fails_for_ever_drops_its_group_and_then_ends_the_run(make):
+    manager = make({"refuse": 10 ** 6, "status": 503}, max_filter_rounds=2)
+    with pytest.raises(RuntimeError, match=r"groups drawn .* only 0 of 4 accepted: .*dropped_error"):
+        run(manager.next_groups(0), manager)
+    assert all("sample" in reason and "503" in reason for reason in drops(manager))
+
+
+def test_a_hanging_request_is_tried_again(make):
+    manager = make({"hang": 1, "seconds": 60}, generate_timeout=1)
+    before = time.time()
+    groups, _ = run(manager.next_groups(0), manager)
+    assert len(groups) == 4 and time.time() - before < 10
+
+
+def test_a_dead_engine_ends_the_run_with_its_name(make, model, tmp_path):
+    process, url = engine = scripted_engine.start(1, vocab_size=250)[0]
+    manager = make({})
+    manager.connect([url])
+    asyncio.run(manager.publish(0, None))
+    process.kill()
+    process.wait(10)
+    before = time.time()
+    with pytest.raises(EngineError, match=f"engine {url} does not answer"):
+        run(manager.next_groups(0), manager)
+    assert time.time() - before < 15
+
+
+@pytest.mark.parametrize("kind, text", [("missing_logprobs", "log-probs"), ("null_logprobs", "log-prob"), ("nan_logprobs", "log-prob"),
+                                        ("short_logprobs", "log-probs")])
+def test_a_malformed_answer_is_refused_at_ingest_and_names_the_sample(kind, text, make):
+    manager = make({"answers": kind, "count": 2}, max_sample_retries=1)
+    groups, counts = run(manager.next_groups(0), manager)
+    assert counts["rollout/dropped_error"] >= 1 and len(groups) == 4
+    assert all(reason.startswith("error: sample") and text in reason for reason in drops(manager))
+
+
+def test_an_engine_that_stays_a_version_behind_is_named(make, servers):
+    manager = make({"answers": "old_version"})
+    with pytest.raises(EngineError, match=f"{servers[0]} generated with version .* but 1 was published"):
+        asyncio.run(manager.publish(1, None))
+        run(manager.next_groups(0), manager)
+
+
+def test_too_long_a_prompt_is_dropped_and_counted(make):
+    manager = make({}, rollout_max_prompt_len=5)     # 'a+b=' with one digit each is 4 tokens, with two each 6
+    groups, counts = run(manager.next_groups(0), manager)
+    assert all(len(g.samples[0].prompt_tokens) <= 5 for g in groups)
+    assert counts["rollout/dropped_prompt_too_long"] == drops(manager).count("prompt_too_long") > 0
+
+
+# ---- rewards and filters ----------------------------------------------------------------------------------
+async def slow_async_reward(args, sample):
+    await asyncio.sleep(0.3)
+    return float(sample.index)
+
+
+def group_reward(args, samples):
+    return [10.0 + sample.index for sample in samples]
+
+
+calls = []
+
+
+def hanging_reward(args, sample):
+    calls.append(sample.name)
+    time.sleep(3 if sample.group_id == 0 and sample.index == 0 else 0)
+    return 1.0
+
+
+def keep_odd(args, samples):
+    return True if samples[0].group_id % 2 else "even"
+
+
+def test_async_rewards_run_in_parallel(make):
+    manager = make({}, custom_rm_path="test_rollout.slow_async_reward", rollout_batch_size=16)
+    before = time.time()
+    groups, _ = run(manager.next_groups(0), manager)
+    assert [[s.reward for s in g.samples] for g in groups] == [[0.0, 1.0]] * 16
+    assert time.time() - before < 32 * 0.3 / 3
+
+
+def test_group_rewards(make):
+    manager = make({}, custom_rm_path="test_rollout.group_reward", group_rm=True)
+    groups, _ = run(manager.next_groups(0), manager)
+    assert [s.reward for g in groups for s in g.samples] == [10.0, 11.0] * 4
+
+
+def test_a_hanging_reward_is_tried_again_then_drops_the_group(make):
+    calls.clear()
+    manager = make({}, custom_rm_path="test_rollout.hanging_reward", reward_timeout=0.5)
+    groups, _ = run(manager.next_groups(0), manager)
+    assert [g.group_id for g in groups] == [1, 2, 3, 4]
+    assert calls.count("sample 0 of group 0") == 2           # --max-sample-retries 2
+    assert drops(manager) == ["error: the reward took longer than --reward-timeout 0.5 s, 2 times"]
+
+
+def test_own_filter_and_its_reason(make):
+    manager = make({}, dynamic_sampling_filter_path="test_rollout.keep_odd")
+    groups, counts = run(manager.next_groups(0), manager)
+    assert [g.group_id for g in groups] == [1, 3, 5, 7]
+    assert drops(manager) == ["filter: even"] * counts["rollout/dropped_filter"]
+
+
+def test_evaluation_is_a_mean_over_all_rows(make, model):
+    import os
+    manager = make({}, custom_rm_path="test_rollout.group_reward", group_rm=True, n_samples_per_eval_prompt=3,
+                   eval_prompt_data=["sums", os.path.join(model, "eval.jsonl")], eval_interval=1)
+    assert run(manager.evaluate(), manager) == {"version": 0, "sums/reward": 11.0, "sums/response_len": 5.0, "sums/truncated": 0.0}
