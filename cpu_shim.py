@@ -5,11 +5,13 @@ megatron-core names CUDA in four ways that a machine without it cannot serve: `d
 the literal `device="cuda"` (schedules.py), `Tensor.cuda()` and the type string 'torch.cuda.FloatTensor' (its
 optimizers), and the CUDA random states of its tracker. They are answered here, in this process only.
 """
+import threading
+
 import torch
 import torch._dynamo
 from torch.overrides import TorchFunctionMode
 
-_mode = None  # stays entered for the life of the process
+_thread = threading.local()  # a function mode belongs to one thread; here it stays entered for the thread's life
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -25,9 +27,8 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def install():
-    """Idempotent; a no-op where CUDA is available. Call it before the first tensor or process group is made."""
-    global _mode
-    if torch.cuda.is_available() or _mode is not None:
+    """Idempotent; a no-op where CUDA is available. Holds for the calling thread: call it in each that uses Megatron."""
+    if torch.cuda.is_available() or hasattr(_thread, "mode"):
         return
     torch._dynamo.config.disable = True  # Megatron's @jit_fuser is torch.compile, which would call a C++ compiler
     torch.cuda.current_device = lambda: torch.device("cpu")
@@ -39,5 +40,5 @@ def install():
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
-    _mode = _CudaMeansCpu()
-    _mode.__enter__()
+    _thread.mode = _CudaMeansCpu()
+    _thread.mode.__enter__()

@@ -52,6 +52,7 @@ SUPPORTED = ("llama", "qwen2", "qwen3")
 def init_parallel(rank, world_size, init_method, tp, pp, seed, timeout_s):
     """torch.distributed (NCCL on CUDA, gloo elsewhere) and Megatron's groups; data parallel size = world / (tp * pp).
     init_method: "tcp://host:port" of rank 0. timeout_s: seconds that joining and each collective may take."""
+    cpu_shim.install()  # again, for this thread
     if world_size % (tp * pp):
         raise ValueError(f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does "
                          f"not divide the {world_size} training ranks")

@@ -392,6 +392,7 @@ CASES = [
     case(equivalence, "qwen2-tied", 4, tp=2, pp=2, sp=True),
     case(equivalence, "qwen3", 4, tp=2, sp=True, **DISTRIBUTED),
     case(equivalence, "qwen2-tied", 4, pp=2, **DISTRIBUTED),
+    case(resume, "qwen2-tied", 4, tp=2, sp=True, **COSINE, **DISTRIBUTED),
     case(export, "qwen2-tied", 4, tp=2, pp=2),
 ]
 
