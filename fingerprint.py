@@ -40,3 +40,34 @@ def fingerprint(t, r0=0, c0=0):
             a = _weights(r0 + r, r0 + r + bits.size(0), _A, t.device)
             total += ((bits * b).sum(1) * a).sum()
     return total.item() & ((1 << 64) - 1)
+
+
+def check_fingerprints(expected, ranks, engine):
+    """Compares an engine's tensors with the trainer's. RuntimeError with the engine and the first names that differ.
+
+    expected: {hf name: (shape, fingerprint of the whole tensor)}; ranks: one dict for each rank of the engine,
+    {"<hf name>|r0:r1|c0:c1": "<16 hex digits>"}. Slices held by several ranks must agree and count once; the slices of
+    a tensor must cover it exactly and add up to its fingerprint.
+    """
+    slices = {}
+    for rank in ranks:
+        for key, value in rank.items():
+            if slices.setdefault(key, value) != value:
+                raise RuntimeError(f"engine {engine}: its ranks hold different values of {key}")
+    sums, sizes = {}, {}
+    for key, value in slices.items():
+        name, rows, columns = key.split("|")
+        (r0, r1), (c0, c1) = (map(int, span.split(":")) for span in (rows, columns))
+        sums[name] = (sums.get(name, 0) + int(value, 16)) % (1 << 64)
+        sizes[name] = sizes.get(name, 0) + (r1 - r0) * (c1 - c0)
+    wrong = [f"{name}: only the engine has it" for name in sums.keys() - expected.keys()]
+    wrong += [f"{name}: only the trainer has it" for name in expected.keys() - sums.keys()]
+    for name in expected.keys() & sums.keys():
+        shape, value = expected[name]
+        if sizes[name] != torch.Size(shape).numel():
+            wrong.append(f"{name}: the engine covers {sizes[name]} of {torch.Size(shape).numel()} elements")
+        elif sums[name] != value:
+            wrong.append(f"{name}: values differ")
+    if wrong:
+        raise RuntimeError(f"engine {engine}: {len(wrong)} of {len(expected)} tensors are not the trainer's after a "
+                           f"sync: {'; '.join(sorted(wrong)[:5])}")

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fingerprint import fingerprint
+from fingerprint import check_fingerprints, fingerprint
 
 STEPS, TEMPERATURE, ENTROPY = 5, 0.7, 0.05
 ARGS = Namespace(
@@ -624,3 +624,29 @@ def test_fingerprint_catches(dtype):
     assert fingerprint(minus_zero) != fingerprint(torch.zeros(8, 6, dtype=dtype)) == 0
     q, k = torch.randn(2, 8, 6).to(dtype)  # a pair of equal shape, exchanged: caught by name
     assert fingerprint(q) != fingerprint(k)
+
+
+def test_check_fingerprints():
+    q, k, norm = torch.randn(8, 6), torch.randn(8, 6), torch.randn(6)
+    expected = {"q": ((8, 6), fingerprint(q)), "k": ((8, 6), fingerprint(k)), "norm": ((6,), fingerprint(norm))}
+
+    def engine(q, k, norm):
+        """Two ranks: q split along rows, k along columns, norm on both."""
+        return [{f"q|{r}:{r + 4}|0:6": f"{fingerprint(q[r:r + 4], r):016x}",
+                 f"k|0:8|{c}:{c + 3}": f"{fingerprint(k[:, c:c + 3], 0, c):016x}",
+                 "norm|0:1|0:6": f"{fingerprint(norm):016x}"} for r, c in ((0, 0), (4, 3))]
+    check_fingerprints(expected, engine(q, k, norm), "E")
+    changed = q.clone()
+    changed[7, 5] += 1
+    lost, other, extra = (engine(q, k, norm) for _ in range(3))
+    del lost[1]["q|4:8|0:6"]
+    other[1]["norm|0:1|0:6"] = "0" * 16
+    extra[0]["bias|0:1|0:6"] = "0" * 16
+    for found, message in ((engine(changed, k, norm), "E: 1 of 3 .* q: values differ"),
+                           (engine(k, q, norm), "E: 2 of 3 .* k: values differ; q: values differ"),
+                           (engine(q, k, norm)[:1], "covers 24 of 48"), (lost, "q: the engine covers 24 of 48"),
+                           (other, "E: its ranks hold different values of norm"), (extra, "bias: only the engine"),
+                           ([{}], "E: 3 of 3 .* only the trainer has it")):
+        with pytest.raises(RuntimeError, match=message) as error:
+            check_fingerprints(expected, found, "E")
+        assert "\n" not in str(error.value)
