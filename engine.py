@@ -1,6 +1,6 @@
 """One SGLang server: how it is started, spoken to and stopped.
 
-`server_command` is the command line and environment, `EngineClient` the HTTP verbs, `Server` the owner of the process and
+`server_command` is the command line and environment, `EngineClient` the HTTP verbs, `Server` the owner of the process,
 `SGLangEngine` the same as a Ray actor. The server is SGLang as it is; `sglang_ext/` is put on its path (see there).
 """
 
@@ -26,8 +26,8 @@ class EngineError(RuntimeError):
 
 # ---- HTTP verbs -------------------------------------------------------------------------------------------
 class EngineClient:
-    """Control verbs of the server at `url` (http://host:port). Each is bounded by `timeout` seconds, 10 for health() and
-    info(), and raises EngineError on anything but 200. One connection per call: a kept one may be closed under a call."""
+    """Control verbs of the server at `url` (http://host:port). Each takes at most `timeout` seconds (health, info: 10)
+    and raises EngineError on anything but 200. One connection per call: a kept one may be closed under a call."""
 
     def __init__(self, url, api_key=None, timeout=120.0):
         self.url, self.timeout = url.rstrip("/"), timeout
@@ -123,13 +123,14 @@ def server_command(args, model_path, port, rank=0, host="127.0.0.1"):
     """
     cuda, tp = args.device == "cuda", args.rollout_num_gpus_per_engine
     argv = [sys.executable, os.path.join(EXT, "serve.py"), "--skip-tokenizer-init", "--skip-server-warmup",
-            "--dtype", "bfloat16" if args.bf16 else "float32", "--tp-size", str(tp), "--random-seed", str(args.seed + rank),
-            "--log-level-http", "warning"]
+            "--dtype", "bfloat16" if args.bf16 else "float32", "--tp-size", str(tp),
+            "--random-seed", str(args.seed + rank), "--log-level-http", "warning"]
     if cuda and args.colocate:
         argv += ["--enable-memory-saver"]
     if not cuda:   # --sleep-on-idle: an idle scheduler else burns most of a core
         argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
-                 "--grammar-backend", "none", "--sleep-on-idle", "--max-total-tokens", "65536", "--watchdog-timeout", "600"]
+                 "--grammar-backend", "none", "--sleep-on-idle", "--max-total-tokens", "65536",
+                 "--watchdog-timeout", "600"]
     argv += [*args.sglang_args, "--model-path", model_path, "--host", host, "--port", str(port)]
     return argv, server_environment(cuda, tp)
 
@@ -217,11 +218,11 @@ class Server:
             try:
                 return self.client.health()
             except EngineError:
-                if time.monotonic() > deadline:
-                    self.stop(grace=0)
-                    raise EngineError(f"{who}: start: not healthy within --engine-start-timeout "
-                                      f"{self.args.engine_start_timeout:g} s: {last_words(self.log, self.log_start)}") from None
-            time.sleep(0.1)
+                time.sleep(0.1)
+            if time.monotonic() > deadline:
+                self.stop(grace=0)
+                raise EngineError(f"{who}: start: not healthy within --engine-start-timeout "
+                                  f"{self.args.engine_start_timeout:g} s: {last_words(self.log, self.log_start)}")
 
     def died(self):
         """None while the server runs, else why it ended: exit status and the last words of its log."""
@@ -233,8 +234,8 @@ class Server:
         return self.process.pid
 
     def stop(self, grace=1.0):
-        """Ends the server and its children: SIGTERM, `grace` seconds, then SIGKILL to its process group. The server has
-        nothing to save, and on SIGTERM alone sleeps for 5 s before it looks whether it may go."""
+        """Ends the server and its children: SIGTERM, `grace` seconds, then SIGKILL to its process group. It has nothing
+        to save, and after a SIGTERM SGLang sleeps for 5 s before it looks whether it may go."""
         if self.process is None:
             return
         if self.process.poll() is None and grace > 0:

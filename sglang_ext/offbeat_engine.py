@@ -1,7 +1,7 @@
 """The plugin that SGLang loads in each of its processes, by the entry point in offbeat_engine.dist-info.
 
-It makes POST /weights_checker {"action": "checksum"} answer with fingerprints (fingerprint.py) of the tensors of the Hugging
-Face checkpoint instead of hashes of SGLang's own, fused and padded ones, and on a machine without CUDA.
+It makes POST /weights_checker {"action": "checksum"} answer with fingerprints (fingerprint.py) of the tensors of the
+Hugging Face checkpoint instead of hashes of SGLang's own, fused and padded ones, and on a machine without CUDA.
 """
 
 import multiprocessing
@@ -11,9 +11,10 @@ import sys
 
 def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker._compute_checksum", checksums, HookType.REPLACE)
+    srt = "sglang.srt."
+    HookRegistry.register(srt + "utils.weight_checker.WeightChecker._compute_checksum", checksums, HookType.REPLACE)
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
+        HookRegistry.register(srt + "entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
 
 
 def fork_children(result, *args, **kwargs):
@@ -53,15 +54,16 @@ def hf_slices(model):
 
 
 def real_sizes(config):
-    """{layer: (rows, columns) of the checkpoint's tensor, None where all are real}. On the CPU SGLang appends zero heads and
-    zero intermediate columns when tensor parallelism does not divide them, and keeps the true numbers as original_*."""
+    """{layer: (rows, columns) of the checkpoint's tensor, None where all are real}. On a CPU SGLang appends zero heads
+    and zero intermediate columns where tensor parallelism does not divide them; the true numbers are original_*."""
     if not hasattr(config, "original_num_attention_heads"):
         return {}
     heads, kv_heads = config.original_num_attention_heads, config.original_total_num_kv_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     inner = getattr(config, "original_intermediate_size", config.intermediate_size)
     return {"q_proj": (heads * size, None), "k_proj": (kv_heads * size, None), "v_proj": (kv_heads * size, None),
-            "o_proj": (None, heads * size), "gate_proj": (inner, None), "up_proj": (inner, None), "down_proj": (None, inner)}
+            "o_proj": (None, heads * size), "gate_proj": (inner, None), "up_proj": (inner, None),
+            "down_proj": (None, inner)}
 
 
 def pieces(path, module, leaf, t):

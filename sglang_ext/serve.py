@@ -22,8 +22,8 @@ def die_with_owner():
 
 
 def import_sglang():
-    """Imports what the server needs, without collecting garbage among 700,000 new objects, without Megatron (a debugging
-    aid of SGLang's would import it), and with the model files of `MODELS` instead of all 150."""
+    """Imports what the server needs, without collecting garbage among 700,000 new objects, without Megatron (a
+    debugging aid of SGLang's would import it), and with the model files of `MODELS` instead of all 150."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         import cpu_stand_ins
         cpu_stand_ins.install()

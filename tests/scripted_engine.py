@@ -1,9 +1,9 @@
 """An engine that says what the test wants, at the speed the test wants, and misbehaves on order.
 
 It speaks SGLang's verbs with SGLang's answers, and really takes part in the weight broadcast. Each token, with its
-log-prob, is a pure function of (fingerprint of the weights, all tokens before it, sampling_seed), so a continued request
-gives what an uninterrupted one gives. Where SGLang dies, it dies: an update with flush_cache=true while requests run,
-an unknown group. And a cached prefix that was not flushed spoils what is generated after an update.
+log-prob, is a pure function of (fingerprint of the weights, all tokens before it, sampling_seed), so a continued
+request gives what an uninterrupted one gives. Where SGLang dies, it dies: an update with flush_cache=true while
+requests run, an unknown group. A cached prefix that was not flushed spoils what is generated after an update.
 
     python tests/scripted_engine.py --port 0 --lengths 90:1,10:10 --unit-seconds 0.05     first line: PORT <n>
     POST /script {...}   orders, see `Engine.script`          GET /script   counters
@@ -26,7 +26,8 @@ from aiohttp import web
 
 MASK = (1 << 64) - 1
 PREFIX = 16   # tokens that make a prefix for the cache
-ANSWERS = ("wrong_logprobs", "missing_logprobs", "null_logprobs", "nan_logprobs", "short_logprobs", "too_long", "old_version")
+ANSWERS = ("wrong_logprobs", "missing_logprobs", "null_logprobs", "nan_logprobs", "short_logprobs", "too_long",
+           "old_version")
 
 
 # ---- what is generated ------------------------------------------------------------------------------------
@@ -49,8 +50,8 @@ def text_key(text):
 
 
 def parse_lengths(spec):
-    """'7' -> always 7 units; '90:1,10:10' -> nine in ten answers have 1 unit, the others 10; 'eos:50' -> each token ends
-    the answer with chance 1/50, None is returned for the units then."""
+    """'7': always 7 units; '90:1,10:10': nine in ten answers have 1 unit, the others 10; 'eos:50': each token ends the
+    answer with chance 1/50. Returns (parts, None) or (None, mean)."""
     if spec.startswith("eos:"):
         return None, float(spec[4:])
     parts = [part.split(":") if ":" in part else ["1", part] for part in spec.split(",")]
@@ -79,9 +80,11 @@ class Request:
         self.finish, self.wake, self.began = None, asyncio.Event(), time.time()
         # the answer's length hangs on the prompt, which a continued request holds together with a part of the response
         used = max(0, (engine.o.budget or self.budget) - self.budget)
-        prompt = self.input[:len(self.input) - used]
         parts, self.mean = parse_lengths(engine.o.lengths)
-        self.length = None if parts is None else draw_units(parts, fold(mix(self.seed), prompt)) * engine.o.unit_tokens - used
+        self.length = None   # in tokens, the stop token included
+        if parts:
+            prompt = fold(mix(self.seed), self.input[:len(self.input) - used])
+            self.length = draw_units(parts, prompt) * engine.o.unit_tokens - used
         prefix = tuple(self.input[:PREFIX])
         self.cached = min(PREFIX, len(self.input) - 1) if prefix in engine.cache else 0
         cached_by = engine.cache.setdefault(prefix, engine.weights)
@@ -90,11 +93,15 @@ class Request:
     def advance(self, count, weights, vocab):
         """Produces up to `count` more tokens under these weights; sets `finish` at the end of the answer."""
         if weights != self.weights:   # the key of the next token: weights, seed and every token so far
-            self.stale = self.stale if self.weights is None else mix(self.weights)   # its own cache is of the old weights
+            if self.weights is not None:
+                self.stale = mix(self.weights)   # the cache of what it has generated is of the old weights
             self.weights, self.key = weights, fold(mix(weights ^ self.stale) ^ mix(self.seed), self.input + self.tokens)
         while count > 0 and self.finish is None:
             count -= 1
-            last = (self.key % max(1, round(self.mean)) == 0 if self.length is None else len(self.tokens) + 1 >= self.length)
+            if self.length is None:
+                last = self.key % max(1, round(self.mean)) == 0
+            else:
+                last = len(self.tokens) + 1 >= self.length
             token = 3 + (self.key >> 20) % (vocab - 3)
             while token in self.stops:
                 token = 3 + (token - 2) % (vocab - 3)
@@ -156,14 +163,14 @@ class Engine:
 
     def refusal(self, body):
         """Why SGLang would answer 400, or None."""
-        ids, params = body.get("input_ids"), body.get("sampling_params") or {}
-        if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and 0 <= i < self.o.vocab_size for i in ids):
+        ids, budget = body.get("input_ids"), (body.get("sampling_params") or {}).get("max_new_tokens")
+        if not ids or not all(isinstance(i, int) and 0 <= i < self.o.vocab_size for i in ids):
             return "input_ids must be a non-empty list of token ids"
-        if not isinstance(params.get("max_new_tokens"), int) or params["max_new_tokens"] < 0:
-            return f"max_new_tokens must be at least 0, got {params.get('max_new_tokens')}."
-        if len(ids) + params["max_new_tokens"] > self.o.context_length:
-            return (f"Requested token count exceeds the model's maximum context length of {self.o.context_length} tokens: "
-                    f"{len(ids)} + {params['max_new_tokens']}.")
+        if not isinstance(budget, int) or budget < 0:
+            return f"max_new_tokens must be at least 0, got {budget}."
+        if len(ids) + budget > self.o.context_length:
+            return (f"Requested token count exceeds the model's maximum context length of {self.o.context_length} "
+                    f"tokens: {len(ids)} + {budget}.")
         if any(r.rid == body.get("rid") for r in [*self.running, *self.queue]):
             return f"Duplicate request ID detected: {body['rid']}"
         return "memory is released" if self.released else None
@@ -222,8 +229,9 @@ class Engine:
         elif kind == "old_version":
             version = str(int(version) - 1) if version.isdigit() else "older"
         meta = {"id": request.rid, "finish_reason": request.finish, "prompt_tokens": len(request.input),
-                "weight_version": version, "num_retractions": 0, "reasoning_tokens": 0, "completion_tokens": len(tokens),
-                "cached_tokens": request.cached, "cached_tokens_details": None, "dp_rank": None,
+                "weight_version": version, "num_retractions": 0, "reasoning_tokens": 0,
+                "completion_tokens": len(tokens), "cached_tokens": request.cached, "cached_tokens_details": None,
+                "dp_rank": None,
                 "e2e_latency": time.time() - request.began, "response_sent_to_client_ts": time.time()}
         if body.get("return_logprob") and kind != "missing_logprobs":
             meta["input_token_logprobs"] = []
@@ -277,14 +285,14 @@ class Engine:
                 join_group, b["backend"], b["master_address"], b["master_port"], b["rank_offset"], b["world_size"],
                 b["group_name"], self.o.group_timeout)
         except Exception as error:
-            return web.json_response({"success": False, "message": f"Failed to initialize group: {error}"}, status=400)
+            return failure(f"Failed to initialize group: {error}")
         return web.json_response({"success": True, "message": "Succeeded to initialize custom process group."})
 
     async def destroy_group(self, http):
         import torch.distributed as dist
         name = (await http.json())["group_name"]
         if name not in self.groups:
-            return web.json_response({"success": False, "message": f"no group {name}"}, status=400)
+            return failure(f"no group {name}")
         dist.destroy_process_group(self.groups.pop(name))
         return web.json_response({"success": True, "message": "Succeeded to destroy custom process group."})
 
@@ -293,13 +301,14 @@ class Engine:
         if b["group_name"] not in self.groups:
             die(f"Group {b['group_name']} not in {list(self.groups)}")
         if b.get("load_format") != "flattened_bucket":
-            return web.json_response({"success": False, "message": "flattened_bucket only"}, status=400)
+            return failure("flattened_bucket only")
         for request in self.running:
             self.advance(request)
         try:
-            received = await asyncio.to_thread(receive, self.groups[b["group_name"]], b["names"], b["dtypes"], b["shapes"])
+            group = self.groups[b["group_name"]]
+            received = await asyncio.to_thread(receive, group, b["names"], b["dtypes"], b["shapes"])
         except Exception as error:
-            return web.json_response({"success": False, "message": f"Failed to update parameter online: {error}."}, status=400)
+            return failure(f"Failed to update parameter online: {error}.")
         if not self.stale:
             self.tensors.update(received)
             self.prints.update(await asyncio.to_thread(fingerprints, received))
@@ -315,11 +324,13 @@ class Engine:
         version = (await http.json())["new_version"]
         if not self.stale:
             self.version = version
-        return web.json_response({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
+        return web.json_response({"success": True, "message": f"Weight version updated to {version}",
+                                  "new_version": version})
 
     async def checksums(self, http):
         rank = {"checksums": self.prints, "per_gpu_checksum": f"{self.weights:016x}",
-                "parallelism_info": dict(tp_rank=0, tp_size=1, dp_rank=0, dp_size=1, pp_rank=0, pp_size=1, rank=0, size=1)}
+                "parallelism_info": {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1,
+                                     "rank": 0, "size": 1}}
         return web.json_response({"success": True, "message": "Success.", "ranks": [rank],
                                   "per_engine_checksum": f"{self.weights:016x}"})
 
@@ -399,10 +410,14 @@ class Engine:
         self.weights = fold(0, [text_key(f"{key} {value}") for key, value in sorted(self.prints.items())])
 
     async def report(self, http):
-        return web.json_response({"requests": 0, "aborts": 0, "refused": 0, "tokens": 0, "updates": 0, "peak_in_flight": 0,
-                                  **self.counters, "in_flight": len(self.running), "queued": len(self.queue),
+        counters = {"requests": 0, "aborts": 0, "refused": 0, "tokens": 0, "updates": 0, "peak_in_flight": 0}
+        return web.json_response({**counters, **self.counters, "in_flight": len(self.running), "queued": len(self.queue),
                                   "version": self.version, "weights": f"{self.weights:016x}", "pid": os.getpid(),
                                   "paused": not self.unpaused.is_set(), "verbs": list(self.verbs)})
+
+
+def failure(message):
+    return web.json_response({"success": False, "message": message}, status=400)
 
 
 class Refused(Exception):
@@ -422,8 +437,9 @@ def join_group(backend, address, port, rank, world_size, name, timeout):
     limit = datetime.timedelta(seconds=timeout)
     store, rank, world_size = next(c10d.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=limit))
     store.set_timeout(limit)
-    group, _ = c10d._new_process_group_helper(world_size, rank, [], c10d.Backend(backend), c10d.PrefixStore(name, store),
-                                              group_name=name, backend_options=None, timeout=limit)
+    store = c10d.PrefixStore(name, store)
+    group, _ = c10d._new_process_group_helper(world_size, rank, [], c10d.Backend(backend), store, group_name=name,
+                                              backend_options=None, timeout=limit)
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
 
@@ -452,7 +468,7 @@ def fingerprints(tensors):
 # ---- process ----------------------------------------------------------------------------------------------
 @web.middleware
 async def errors(http, handler):
-    """Notes the verb, and carries out an order for a control verb; generate looks for its own after it read the body."""
+    """Notes the verb and carries out an order for it; generate looks for its own once it has read the body."""
     engine, verb = http.app["engine"], http.path.strip("/")
     try:
         if verb not in ("generate", "script"):
@@ -466,11 +482,12 @@ async def errors(http, handler):
 def make_app(options):
     app = web.Application(middlewares=[errors], client_max_size=1 << 30)
     e = app["engine"] = Engine(options)
-    posts = {"generate": e.generate, "abort_request": e.abort, "pause_generation": e.pause, "continue_generation": e.resume,
-             "flush_cache": e.flush, "init_weights_update_group": e.init_group, "destroy_weights_update_group": e.destroy_group,
+    posts = {"generate": e.generate, "abort_request": e.abort, "flush_cache": e.flush, "script": e.script,
+             "pause_generation": e.pause, "continue_generation": e.resume,
+             "init_weights_update_group": e.init_group, "destroy_weights_update_group": e.destroy_group,
              "update_weights_from_distributed": e.update, "update_weight_version": e.set_version,
-             "weights_checker": e.checksums, "release_memory_occupation": e.release, "resume_memory_occupation": e.take_back,
-             "script": e.script}
+             "weights_checker": e.checksums,
+             "release_memory_occupation": e.release, "resume_memory_occupation": e.take_back}
     gets = {"health": e.health, "health_generate": e.health, "model_info": e.info, "script": e.report}
     app.add_routes([web.post(f"/{verb}", handler) for verb, handler in posts.items()])
     app.add_routes([web.get(f"/{verb}", handler) for verb, handler in gets.items()])
@@ -495,7 +512,7 @@ def parse(argv=None):
     p.add_argument("--unit-tokens", type=int, default=1, help="tokens of a unit")
     p.add_argument("--unit-seconds", type=float, default=0.0, help="seconds that a unit takes")
     p.add_argument("--slots", type=int, default=1 << 30, help="requests that run at a time; others queue")
-    p.add_argument("--budget", type=int, help="the first max_new_tokens of every request: lets a continued one keep its length")
+    p.add_argument("--budget", type=int, help="max_new_tokens of every new request: a continued one then keeps its length")
     p.add_argument("--weights", default="0", help="names the weights before the first update")
     p.add_argument("--vocab-size", type=int, default=500, help="ids are below it; generated ones are 3 and above")
     p.add_argument("--eos-id", type=int, default=2, help="stop token, besides the request's own")
