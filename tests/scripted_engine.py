@@ -52,6 +52,7 @@ def text_key(text):
 def parse_lengths(spec):
     """'7': always 7 units; '90:1,10:10': nine in ten answers have 1 unit, the others 10; 'eos:50': each token ends the
     answer with chance 1/50. Returns (parts, None) or (None, mean)."""
+    spec = str(spec)
     if spec.startswith("eos:"):
         return None, float(spec[4:])
     parts = [part.split(":") if ":" in part else ["1", part] for part in spec.split(",")]
