@@ -3,7 +3,8 @@
 It speaks SGLang's verbs with SGLang's answers, and really takes part in the weight broadcast. Each token, with its
 log-prob, is a pure function of (fingerprint of the weights, all tokens before it, sampling_seed), so a continued
 request gives what an uninterrupted one gives. Where SGLang dies, it dies: an update with flush_cache=true while
-requests run, an unknown group. A cached prefix that was not flushed spoils what is generated after an update.
+requests run, an unknown group, a token beyond the vocabulary. A cached prefix that was not flushed spoils what is
+generated after an update.
 
     python tests/scripted_engine.py --port 0 --lengths 90:1,10:10 --unit-seconds 0.05     first line: PORT <n>
     POST /script {...}   orders, see `Engine.script`          GET /script   counters
@@ -78,7 +79,7 @@ class Request:
         self.seed = 0 if params.get("temperature") == 0 else params.get("sampling_seed") or 0
         self.stops = [] if params.get("ignore_eos") else [engine.o.eos_id, *(params.get("stop_token_ids") or [])]
         self.tokens, self.logprobs, self.weights, self.key = [], [], None, 0
-        self.finish, self.wake, self.began = None, asyncio.Event(), time.time()
+        self.finish, self.wake, self.began, self.started = None, asyncio.Event(), time.time(), None
         # the answer's length hangs on the prompt, which a continued request holds together with a part of the response
         used = max(0, (engine.o.budget or self.budget) - self.budget)
         parts, self.mean = parse_lengths(engine.o.lengths)
@@ -165,8 +166,10 @@ class Engine:
     def refusal(self, body):
         """Why SGLang would answer 400, or None."""
         ids, budget = body.get("input_ids"), (body.get("sampling_params") or {}).get("max_new_tokens")
-        if not ids or not all(isinstance(i, int) and 0 <= i < self.o.vocab_size for i in ids):
+        if not ids or not all(isinstance(i, int) for i in ids):
             return "input_ids must be a non-empty list of token ids"
+        if not all(0 <= i < self.o.vocab_size for i in ids):
+            die(f"a token id beyond the vocabulary of {self.o.vocab_size}")
         if not isinstance(budget, int) or budget < 0:
             return f"max_new_tokens must be at least 0, got {budget}."
         if len(ids) + budget > self.o.context_length:
@@ -238,6 +241,11 @@ class Engine:
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [[x, token, None] for x, token in zip(logprobs, tokens)]
             meta["output_token_logprobs_length"] = len(logprobs)
+        if request.started is None:   # aborted in the queue: SGLang says less
+            for key in ("prompt_tokens", "num_retractions", "reasoning_tokens", "cached_tokens",
+                        "cached_tokens_details", "dp_rank"):
+                del meta[key]
+            return web.json_response({"text": "", "output_ids": [], "meta_info": meta})
         return web.json_response({"output_ids": tokens, "meta_info": meta})
 
     # ---- control verbs ----
@@ -251,8 +259,10 @@ class Engine:
             if request in self.running and self.unpaused.is_set():
                 self.advance(request)
             if request.finish is None:
-                request.finish = {"type": "abort", "message": "Abort request", "status_code": None, "err_type": None}
                 self.counters["aborts"] += 1
+                request.finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+                if request.started is None:
+                    request.finish = {"type": "abort", "message": "Abort in waiting queue"}
             request.wake.set()
 
     async def pause(self, http):
@@ -412,9 +422,10 @@ class Engine:
 
     async def report(self, http):
         counters = {"requests": 0, "aborts": 0, "refused": 0, "tokens": 0, "updates": 0, "peak_in_flight": 0}
-        return web.json_response({**counters, **self.counters, "in_flight": len(self.running), "queued": len(self.queue),
-                                  "version": self.version, "weights": f"{self.weights:016x}", "pid": os.getpid(),
-                                  "paused": not self.unpaused.is_set(), "verbs": list(self.verbs)})
+        state = {"in_flight": len(self.running), "queued": len(self.queue), "paused": not self.unpaused.is_set(),
+                 "version": self.version, "weights": f"{self.weights:016x}", "pid": os.getpid(),
+                 "verbs": list(self.verbs)}
+        return web.json_response({**counters, **self.counters, **state})
 
 
 def failure(message):
@@ -513,7 +524,7 @@ def parse(argv=None):
     p.add_argument("--unit-tokens", type=int, default=1, help="tokens of a unit")
     p.add_argument("--unit-seconds", type=float, default=0.0, help="seconds that a unit takes")
     p.add_argument("--slots", type=int, default=1 << 30, help="requests that run at a time; others queue")
-    p.add_argument("--budget", type=int, help="max_new_tokens of every new request: a continued one then keeps its length")
+    p.add_argument("--budget", type=int, help="max_new_tokens of all new requests: a continued one then keeps its length")
     p.add_argument("--weights", default="0", help="names the weights before the first update")
     p.add_argument("--vocab-size", type=int, default=500, help="ids are below it; generated ones are 3 and above")
     p.add_argument("--eos-id", type=int, default=2, help="stop token, besides the request's own")

@@ -31,9 +31,9 @@ def tiny_model(folder, seed):
     """A random Qwen3 whose every tensor matters: norms and all."""
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(Qwen3Config(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        vocab_size=VOCAB, tie_word_embeddings=True, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2,
-        pad_token_id=0, initializer_range=0.2)).float().eval()
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=VOCAB, tie_word_embeddings=True, max_position_embeddings=2048, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0, initializer_range=0.2)).float().eval()
     for p in model.parameters():
         if p.dim() == 1:
             p.data.add_(0.2 * torch.randn_like(p))
@@ -43,8 +43,9 @@ def tiny_model(folder, seed):
 
 def make_args(model, run_dir, **changes):
     return types.SimpleNamespace(**{
-        "device": "cpu", "bf16": False, "seed": 1, "colocate": False, "rollout_num_gpus_per_engine": 1, "sglang_args": [],
-        "hf_checkpoint": str(model), "run_dir": str(run_dir), "sglang_port": None, "engine_start_timeout": 120, **changes})
+        "device": "cpu", "bf16": False, "seed": 1, "colocate": False, "rollout_num_gpus_per_engine": 1,
+        "sglang_args": ["--max-running-requests", "4"], "hf_checkpoint": str(model), "run_dir": str(run_dir),
+        "sglang_port": None, "engine_start_timeout": 120, **changes})
 
 
 def generate(url, ids, max_new_tokens, **params):
@@ -295,28 +296,31 @@ def test_arguments_of_the_user_come_last(tmp_path):
 
 # ---- the scripted engine ----------------------------------------------------------------------------------
 def test_the_scripted_engine_answers_in_the_real_ones_shape(server, scripted):
-    url, both = scripted(lengths=6), []
+    url, both = scripted(lengths=6, slots=4), []
     for u in (server.client.url, url):
         client = EngineClient(u)
         stop = answer(u, [5, 6, 7], 400, stop_token_ids=list(range(3, VOCAB)))     # any token ends it
         length = answer(u, [5, 6, 7], 5, ignore_eos=True)
         if u == url:
             script(u, lengths=2000, unit_seconds=0.01)
-        waiting = THREADS.submit(answer, u, [5, 6, 7], 1500, ignore_eos=True, rid="named")
+        waiting = [THREADS.submit(answer, u, [5, 6, 7, i], 1500, ignore_eos=True, rid=f"named {i}") for i in range(5)]
         time.sleep(0.5)
+        assert generate(u, [5], 5, rid="named 0").status_code == 400      # there is one of that name
         client.abort_all()
-        abort = waiting.result(20)
-        assert abort["meta_info"]["id"] == "named"
+        aborted = {one.result(20)["meta_info"]["id"]: one.result(20) for one in waiting}
+        queued, = [one for one in aborted.values() if not one["output_ids"]]   # a fifth with room for four
+        running = next(one for one in aborted.values() if one["output_ids"])
+        assert set(aborted) == {f"named {i}" for i in range(5)}
         client.health(), client.health_generate(), client.pause("in_place"), client.resume()
-        both.append((stop, length, abort, client.info(), client.checksums()))
-    for real, stand_in in zip(both[0][:3], both[1][:3]):
+        both.append((stop, length, running, queued, client.info(), client.checksums()))
+    for real, stand_in in zip(both[0][:4], both[1][:4]):
         assert real.keys() == stand_in.keys()
         assert real["meta_info"].keys() == stand_in["meta_info"].keys()
         assert real["meta_info"]["finish_reason"].keys() == stand_in["meta_info"]["finish_reason"].keys()
         assert real["meta_info"]["finish_reason"]["type"] == stand_in["meta_info"]["finish_reason"]["type"]
-        assert [len(t) for t in stand_in["meta_info"]["output_token_logprobs"][:1]] == [3]
-    assert both[1][3].keys() <= both[0][3].keys()
-    assert isinstance(both[0][4], list) and isinstance(both[1][4], list)
+        assert {len(triple) for one in (real, stand_in) for triple in one["meta_info"]["output_token_logprobs"]} <= {3}
+    assert both[1][4].keys() <= both[0][4].keys()
+    assert isinstance(both[0][5], list) and isinstance(both[1][5], list)
 
 
 @pytest.mark.parametrize("lengths", ["20", "50:10,50:30", "eos:25"])
@@ -380,8 +384,9 @@ def test_the_scripted_engine_takes_weights_and_shows_a_missing_flush(scripted, m
     with pytest.raises(RuntimeError, match="1 of 24 .*model.norm.weight: values differ"):
         check_fingerprints(expected(old), client.checksums(), url)
     source.close()
-    assert counters(url)["verbs"][1:7] == ["pause_generation", "flush_cache", "update_weights_from_distributed",
-                                           "update_weights_from_distributed", "update_weight_version", "continue_generation"]
+    assert counters(url)["verbs"][1:7] == [
+        "pause_generation", "flush_cache", "update_weights_from_distributed", "update_weights_from_distributed",
+        "update_weight_version", "continue_generation"]
 
 
 @pytest.mark.parametrize("kind", scripted_engine.ANSWERS)
