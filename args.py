@@ -21,11 +21,12 @@ def parse_args(argv=None, script="train_async.py"):
     """argv: list of strings (None: the command line). Returns the checked namespace; exits with one line on bad input."""
     parser = argparse.ArgumentParser(
         prog=script, usage=f"{script} [flags]    (--help lists them)", allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=42, width=150),
         epilog="Any --sglang-FLAG is handed to the SGLang server as --FLAG.")
     for add in (add_run, add_cluster, add_model, add_data, add_rollout, add_eval, add_algorithm, add_optimizer,
                 add_batching, add_sync, add_checkpoint, add_debug):
         add(parser)
+    show_defaults(parser)
     args, rest = parser.parse_known_args(argv)
     try:
         args.sglang_args = split_sglang(rest)   # derived
@@ -34,6 +35,17 @@ def parse_args(argv=None, script="train_async.py"):
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return args
+
+
+def show_defaults(parser):
+    """Names after each flag its default, where it has one that says something."""
+    for action in parser._actions:
+        if action.default not in (None, False, [], argparse.SUPPRESS):
+            action.help += f" [{'yes' if action.default is True else action.default}]"
+        if action.type in (int, float) and not action.choices:
+            action.metavar = action.metavar or "N"
+        elif action.nargs is None and not action.choices:
+            action.metavar = action.metavar or "NAME"
 
 
 # ---- flags ------------------------------------------------------------------------------------------------
@@ -360,11 +372,19 @@ def check_combinations(args, script):
 
 
 def check_gpus(args):
-    """Nodes needed with t training and r rollout GPUs on a node of p: max(tn, rn) if t + r <= p, else tn + rn."""
     t, p = args.actor_num_gpus_per_node, args.num_gpus_per_node
     if max(t, args.rollout_num_gpus_per_engine) > p:
         raise ValueError(f"--actor-num-gpus-per-node {t} and --rollout-num-gpus-per-engine "
                          f"{args.rollout_num_gpus_per_engine} must fit a node: --num-gpus-per-node {p}")
+
+
+def nodes_needed(args):
+    """Nodes for disjoint training and rollout GPUs. With t training and r rollout GPUs on a node of p, on tn and rn nodes:
+    max(tn, rn) if t + r <= p, else tn + rn."""
+    t, p, rollout = args.actor_num_gpus_per_node, args.num_gpus_per_node, args.rollout_num_gpus
+    rollout_nodes = math.ceil(rollout / p)
+    r = math.ceil(rollout / rollout_nodes)
+    return max(args.actor_num_nodes, rollout_nodes) if t + r <= p else args.actor_num_nodes + rollout_nodes
 
 
 def check_hooks(args):

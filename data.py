@@ -38,6 +38,7 @@ def load_rows(path, args, flag):
     import datasets   # takes a second or two: only those who read data pay for it
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)   # its errors reach the user below, in one line
     suffix = os.path.splitext(path)[1]
     try:
         if suffix in FORMATS:

@@ -27,6 +27,9 @@ def grpo_advantages(rewards, group_ids, std_normalization=True):
     return advantages.tolist()
 
 
+ADVANTAGES = {"grpo": grpo_advantages}
+
+
 # ---- aggregation ------------------------------------------------------------------------------------------
 def token_weights(masks, mode, constant=1.0):
     """Weights w such that sum(w x token loss) over the global batch is the wanted mean.

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tqdm import tqdm
 
 import checkpoint
+from args import nodes_needed
 from engine import EngineError, SGLangEngine, free_address
 from rollout import RolloutManager
 from sync_weights import sync_weights
@@ -27,7 +28,7 @@ def run(train, args):
     """Starts everything, runs an entry script's loop `train(args, trainers, rollout, tracker, start_step)`, and takes
     everything down whatever happens. Exits non-zero on an error; its cause is the last line on standard error."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))    # so that `finally` below is reached
-    engines, status = [], 0
+    engines, tracker, status = [], None, 0
     try:
         step, folder = checkpoint.latest(args) if args.load else (0, None)
         start_ray(args)
@@ -43,6 +44,8 @@ def run(train, args):
         status = error.code
     except Exception as error:
         status = 1
+        if tracker:
+            tracker.bar.close()                                # else it would write over the message
         report(error, args)
     finally:
         for name in (signal.SIGTERM, signal.SIGINT):
@@ -93,8 +96,8 @@ def start_ray(args):
     rollout = 0 if args.debug_train_only or args.rollout_external_engine_addrs else args.rollout_num_gpus
     if args.device == "cuda" and training + rollout > have:
         raise ValueError(f"{training} GPUs for training (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
-                         f"{args.actor_num_gpus_per_node}) + {rollout} for --rollout-num-gpus = {training + rollout}, but the "
-                         f"cluster has {have}")
+                         f"{args.actor_num_gpus_per_node}) + {rollout} for --rollout-num-gpus = {training + rollout} on "
+                         f"{nodes_needed(args)} nodes of --num-gpus-per-node {args.num_gpus_per_node}, but the cluster has {have}")
 
 
 def launch(args, engines):
@@ -109,7 +112,7 @@ def launch(args, engines):
     rollout = ray.remote(RolloutManager).options(num_cpus=0, max_concurrency=1000).remote(args)
     trainers = start_trainers(args)
     wait_for([*starting, *(trainer.ready.remote() for trainer in trainers)], max(args.engine_start_timeout, args.distributed_timeout),
-             f"{len(engines)} engines and {len(trainers)} training ranks")
+             f"engines ({len(engines)}) and training ranks ({len(trainers)})")
     urls = urls or ray.get(starting)
     ray.get(rollout.connect.remote(urls))
     ray.get([trainer.join_engines.remote(urls, uuid.uuid4().hex[:8]) for trainer in trainers])   # a new name for each run
@@ -141,12 +144,12 @@ def reserve(count, gpus, device):
 def wait_for(refs, limit, what):
     """Waits with a progress bar; the first error is raised at once."""
     deadline, waiting = time.time() + limit, list(refs)
-    with tqdm(total=len(refs), desc=f"starting {what}", unit="part", bar_format="{desc}: {n}/{total} after {elapsed}") as bar:
+    with tqdm(total=len(refs), desc=f"starting {what}", bar_format="{desc}: {n}/{total} up after {elapsed}") as bar:
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=1)
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=1 if sys.stderr.isatty() else 10)
             ray.get(done)
             bar.update(len(done))
-            bar.refresh()
+            bar.refresh()      # the clock goes on
             if time.time() > deadline:
                 raise RuntimeError(f"{len(waiting)} of {what} were not ready within {limit:g} s")
 

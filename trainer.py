@@ -13,7 +13,7 @@ from megatron.core import parallel_state as mpu
 
 import model
 import weight_map
-from loss import grpo_advantages, kl_estimate, policy_objective, token_weights
+from loss import ADVANTAGES, kl_estimate, policy_objective, token_weights
 from sync_weights import WeightSender
 
 
@@ -71,7 +71,8 @@ class TrainWorker:
             batch["ref_logprobs"] = self.log_probs(self.reference, batch, mine)
             if args.kl_coef:
                 rewards = self.penalize(batch, rewards, mine)
-        batch["advantages"] = grpo_advantages(rewards, batch["group_ids"], not args.disable_grpo_std_normalization)
+        batch["advantages"] = ADVANTAGES[args.advantage_estimator](rewards, batch["group_ids"],
+                                                                   not args.disable_grpo_std_normalization)
         batch["weights"] = [None] * count
         size = args.global_batch_size
         for i in range(0, count, size):

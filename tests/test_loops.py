@@ -91,7 +91,7 @@ def test_kill_and_resume_is_exact(script, hows, model, engine, tmp_path):
         process = harness.start(script, harness.flags(model, tmp_path, "cut", urls, **settings, **load))
         status, _ = harness.interrupt(process, moments(tmp_path, "cut")[moment], how)
         assert status == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[how]
-        load = {"load": str(tmp_path / "cut"), "run_name": None}
+        load = {"load": str(tmp_path / "cut")}
     harness.succeed(script, harness.flags(model, tmp_path, "cut", urls, **settings, **load))
 
     want, got = (Ledger.outcomes(str(tmp_path / name / "ledger.jsonl")) for name in ("whole", "cut"))

@@ -1,0 +1,131 @@
+"""Flags: bad input is refused in one line with the flag's name and the arithmetic, and every flag has a reader."""
+
+import glob
+import json
+import os
+import re
+
+import pytest
+
+import harness
+from args import nodes_needed, parse_args
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return harness.make_model(tmp_path_factory.mktemp("model"))
+
+
+def refuse(capsys, words, script="train_async.py"):
+    """The message with which a command line is refused; one line behind the usage."""
+    with pytest.raises(SystemExit) as stop:
+        parse_args(words, script)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 2 and error[1].startswith(f"{script}: error: "), error
+    return error[1]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("changes, text", [
+    (dict(hf_checkpoint="/nowhere"), "--hf-checkpoint /nowhere: there is no config.json"),
+    (dict(prompt_data="/nowhere.jsonl"), "--prompt-data /nowhere.jsonl: no such file"),
+    (dict(no_such_flag=3), "unknown flag --no-such-flag"),
+    (dict(label_key="answer", custom_rm_path=None), "there is no column 'answer'; there are prompt, label"),
+    (dict(input_key="question"), "there is no column 'question'"),
+    (dict(rollout_batch_size=4, n_samples_per_prompt=2, global_batch_size=3), "4 x --n-samples-per-prompt 2 = 8 samples do not divide by --global-batch-size 3"),
+    (dict(actor_num_gpus_per_node=3, global_batch_size=8), "--global-batch-size 8 does not divide by the 3 data-parallel ranks"),
+    (dict(actor_num_gpus_per_node=3, tensor_model_parallel_size=2), "= 3 training ranks do not divide by tensor x pipeline = 2"),
+    (dict(rollout_num_gpus=3, rollout_num_gpus_per_engine=2), "--rollout-num-gpus 3 does not divide by --rollout-num-gpus-per-engine 2"),
+    (dict(over_sampling_batch_size=2), "--over-sampling-batch-size 2 is smaller than --rollout-batch-size 4"),
+    (dict(rollout_max_prompt_len=500, rollout_max_response_len=100, max_tokens_per_gpu=1000), "500 + response length 100 = 600 tokens exceed the model's 512 positions"),
+    (dict(max_tokens_per_gpu=20), "--max-tokens-per-gpu 20 is smaller than one sample"),
+    (dict(save_interval=3, update_weights_interval=2), "--save-interval 3 must be a multiple of --update-weights-interval 2"),
+    (dict(num_rollout=None), "--num-rollout or --num-epoch"),
+    (dict(num_rollout=0), "--num-rollout must be at least 1, is 0"),
+    (dict(num_rollout=None, num_epoch=1, rollout_batch_size=1000), "--num-epoch 1 x 200 rows of --prompt-data do not fill one --rollout-batch-size 1000"),
+    (dict(rollout_top_p=0.9), "--rollout-top-p < 1 and --rollout-top-k change the engine's log-probs"),
+    (dict(rollout_temperature=0), "--rollout-temperature 0.0: training needs a temperature above 0"),
+    (dict(custom_rm_path="no.such"), "--custom-rm-path no.such: No module named 'no'"),
+    (dict(custom_rm_path="test_args.one_argument"), "--custom-rm-path test_args.one_argument: must take 2 arguments, is one_argument(sample)"),
+    (dict(tensor_model_parallel_size=4, actor_num_gpus_per_node=4), "num_key_value_heads = 2 does not divide by the parallel size 4"),
+    (dict(load="/nowhere"), "--load /nowhere: no such folder"),
+    (dict(eval_interval=2), "need --eval-prompt-data NAME FILE"),
+    (dict(bf16=True), "--bf16 needs a GPU"),
+    (dict(max_lag=0, update_weights_interval=2), "--max-lag 0 is below --update-weights-interval - 1 = 1"),
+    (dict(eps_clip_c=0.5), "--eps-clip-c 0.5 must be above 1"),
+    (dict(use_kl_loss=True), "--use-kl-loss needs --kl-loss-coef"),
+])
+def test_bad_input_is_refused_in_one_line(changes, text, model, tmp_path, capsys):
+    assert text in refuse(capsys, harness.flags(model, tmp_path, "run", **changes))
+    assert not os.path.exists(tmp_path / "run"), "nothing is left of a run that never began"
+
+
+def one_argument(sample):
+    return 0.0
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("text, said", [("", "the file is empty"), ("{\"prompt\": \"a\"\n", ""), ("not json at all\n", "")])
+def test_bad_data_files(text, said, model, tmp_path, capsys):
+    path = write(tmp_path / "data.jsonl", text)
+    assert f"--prompt-data {path}: {said}" in refuse(capsys, harness.flags(model, tmp_path, "run", prompt_data=path))
+
+
+@pytest.mark.contract
+def test_unknown_architecture(model, tmp_path, capsys):
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other" / "config.json", json.dumps({"model_type": "gpt_bigcode"}))
+    message = refuse(capsys, harness.flags(model, tmp_path, "run", hf_checkpoint=str(tmp_path / "other")))
+    assert "architecture 'gpt_bigcode' is not supported; llama, qwen2, qwen3 are" in message
+
+
+def test_a_run_is_not_overwritten(model, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ledger.jsonl").write_text("")
+    assert "holds a run already" in refuse(capsys, harness.flags(model, tmp_path, "run"))
+
+
+def test_sync_is_on_policy_by_construction(model, tmp_path, capsys):
+    words = harness.flags(model, tmp_path, "run", update_weights_interval=2)
+    assert "needs train_async.py" in refuse(capsys, words, "train_sync.py")
+
+
+def test_derived_values_and_pass_through(model, tmp_path):
+    args = parse_args(harness.flags(model, tmp_path, "run", num_rollout=None, num_epoch=2, global_batch_size=4)
+                      + ["--sglang-mem-fraction-static", "0.7", "--sglang-disable-radix-cache"])
+    assert args.num_rollout == 100 and args.samples_per_step == 8 and args.num_updates == 200     # 2 x 200 rows / 4 groups
+    assert args.sglang_args == ["--mem-fraction-static", "0.7", "--disable-radix-cache"]
+    assert args.eps_clip_high == args.eps_clip == 0.2
+
+
+@pytest.mark.parametrize("t, tn, rollout, p, nodes", [(4, 1, 4, 8, 1), (8, 1, 8, 8, 2), (4, 2, 4, 8, 2), (6, 1, 2, 8, 1),
+                                                      (8, 2, 24, 8, 5), (4, 1, 8, 4, 3)])
+def test_nodes_needed(t, tn, rollout, p, nodes, model, tmp_path):
+    args = parse_args(harness.flags(model, tmp_path, "run"))
+    args.actor_num_gpus_per_node, args.actor_num_nodes, args.rollout_num_gpus, args.num_gpus_per_node = t, tn, rollout, p
+    assert nodes_needed(args) == nodes
+
+
+def test_every_flag_has_a_reader():
+    """A flag that nobody reads is a promise that is not kept."""
+    with open(os.path.join(harness.ROOT, "args.py")) as f:
+        text = f.read()
+    flags = re.findall(r'g\.add_argument\("--([a-z0-9-]+)"', text)
+    assert len(flags) > 80
+    code = "".join(open(path).read() for path in glob.glob(os.path.join(harness.ROOT, "*.py")) if not path.endswith("args.py"))
+    derived = text[text.index("# ---- derived values"):]
+    unread = [flag for flag in flags if not re.search(rf"\bargs\.{flag.replace('-', '_')}\b", code + derived)]
+    assert unread == []
+
+
+def test_help_fits_the_screen(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 150
