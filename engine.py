@@ -4,6 +4,7 @@
 `SGLangEngine` the same as a Ray actor. The server is SGLang as it is; `sglang_ext/` is put on its path (see there).
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -124,13 +125,12 @@ def server_command(args, model_path, port, rank=0, host="127.0.0.1"):
     cuda, tp = args.device == "cuda", args.rollout_num_gpus_per_engine
     argv = [sys.executable, os.path.join(EXT, "serve.py"), "--skip-tokenizer-init", "--skip-server-warmup",
             "--dtype", "bfloat16" if args.bf16 else "float32", "--tp-size", str(tp),
-            "--random-seed", str(args.seed + rank), "--log-level-http", "warning"]
+            "--random-seed", str(args.seed + rank), "--log-level-http", "warning", "--grammar-backend", "none"]
     if cuda and args.colocate:
         argv += ["--enable-memory-saver"]
     if not cuda:   # --sleep-on-idle: an idle scheduler else burns most of a core
         argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
-                 "--grammar-backend", "none", "--sleep-on-idle", "--max-total-tokens", "65536",
-                 "--watchdog-timeout", "600"]
+                 "--sleep-on-idle", "--max-total-tokens", "65536", "--watchdog-timeout", "600"]
     argv += [*args.sglang_args, "--model-path", model_path, "--host", host, "--port", str(port)]
     return argv, server_environment(cuda, tp)
 
@@ -150,7 +150,9 @@ def server_environment(cuda, tp):
 
 def api_key(args):
     """The key that clients must send: the value of --sglang-api-key, or None."""
-    return args.sglang_args[args.sglang_args.index("--api-key") + 1] if "--api-key" in args.sglang_args else None
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key")
+    return parser.parse_known_args(args.sglang_args)[0].api_key
 
 
 def pick_port(wanted, host, who):

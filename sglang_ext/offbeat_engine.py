@@ -71,7 +71,8 @@ def pieces(path, module, leaf, t):
     tensors at loading decides: see layers/linear.py and layers/vocab_parallel_embedding.py of SGLang."""
     kind, (parent, _, own) = type(module).__name__, path.rpartition(".")
     if kind == "QKVParallelLinear":
-        kv = module.kv_tp_rank // module.num_kv_head_replicas   # neighbouring ranks may hold the same heads
+        kv_rank = getattr(module, "kv_tp_rank", module.tp_rank)   # SGLang before 0.5.18 has the one rank only
+        kv = kv_rank // module.num_kv_head_replicas   # neighbouring ranks may hold the same heads
         shards = [("q_proj", module.tp_rank, module.q_proj_shard_size), ("k_proj", kv, module.kv_proj_shard_size),
                   ("v_proj", kv, module.v_proj_shard_size)]
     elif kind == "MergedColumnParallelLinear" and own == "gate_up_proj":

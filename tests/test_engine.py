@@ -283,7 +283,7 @@ def test_kill_9_of_the_owner_leaves_no_process(models, tmp_path):
 
 
 def test_arguments_of_the_user_come_last(tmp_path):
-    args = make_args("/model", tmp_path, sglang_args=["--dtype", "bfloat16", "--api-key", "k"])
+    args = make_args("/model", tmp_path, sglang_args=["--dtype", "bfloat16", "--api-key=k"])
     argv, env = engine.server_command(args, "/model", 1234)
     assert argv.index("bfloat16") > argv.index("float32") and argv[-2:] == ["--port", "1234"]
     assert engine.api_key(args) == "k"
