@@ -184,7 +184,7 @@ def test_logprobs_are_those_of_the_weights_at_the_temperature(server, models, te
 def test_an_abort_returns_what_was_generated_with_its_logprobs(server, models):
     url, asked = server.client.url, prompts(4)
     waiting = [THREADS.submit(answer, url, ids, 1500, ignore_eos=True) for ids in asked]
-    time.sleep(0.7)
+    time.sleep(1.5)
     server.client.abort_all()
     for ids, one in zip(asked, waiting):
         found = one.result(20)
@@ -304,7 +304,7 @@ def test_the_scripted_engine_answers_in_the_real_ones_shape(server, scripted):
         if u == url:
             script(u, lengths=2000, unit_seconds=0.01)
         waiting = [THREADS.submit(answer, u, [5, 6, 7, i], 1500, ignore_eos=True, rid=f"named {i}") for i in range(5)]
-        time.sleep(0.5)
+        time.sleep(1.0)
         assert generate(u, [5], 5, rid="named 0").status_code == 400      # there is one of that name
         client.abort_all()
         aborted = {one.result(20)["meta_info"]["id"]: one.result(20) for one in waiting}
@@ -348,7 +348,7 @@ def test_lengths_time_slots_and_aborts(scripted):
     time.sleep(0.5)
     EngineClient(url).pause()
     tokens = sorted(len(one.result(5)["output_ids"]) for one in waiting)
-    assert tokens[:2] == [0, 0] and all(20 <= n <= 120 for n in tokens[2:])
+    assert tokens[:2] == [0, 0] and all(0 < n < 200 for n in tokens[2:])
     later = THREADS.submit(answer, url, [5, 6], 3)
     time.sleep(0.2)
     assert not later.done() and counters(url)["aborts"] == 4
