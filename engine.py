@@ -202,7 +202,8 @@ class Server:
         host, _ = free_address()
         port = pick_port(args.sglang_port and args.sglang_port + self.rank, host, who)
         argv, env = server_command(args, args.hf_checkpoint, port, self.rank, host)
-        env["TMPDIR"] = self.scratch = tempfile.mkdtemp(prefix="offbeat-")   # SGLang leaves its sockets behind
+        self.scratch = tempfile.mkdtemp(prefix="offbeat-")   # SGLang leaves its sockets behind
+        env["TMPDIR"] = env["OFFBEAT_SCRATCH"] = self.scratch
         os.makedirs(os.path.dirname(self.log), exist_ok=True)
         with open(self.log, "a") as log:
             self.log_start = log.tell()

@@ -8,6 +8,7 @@ It starts in half the time: see `import_sglang`, and `fork_children` in offbeat_
 import gc
 import os
 import pkgutil
+import shutil
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ MODELS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 def die_with_owner():
     while os.read(0, 4096):
         pass
+    shutil.rmtree(os.environ.get("OFFBEAT_SCRATCH", ""), ignore_errors=True)   # the owner cannot do it any more
     os.killpg(0, signal.SIGKILL)
 
 
