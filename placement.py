@@ -27,11 +27,13 @@ from trainer import TrainWorker
 def run(train, args):
     """Starts everything, runs an entry script's loop `train(args, trainers, rollout, tracker, start_step)`, and takes
     everything down whatever happens. Exits non-zero on an error; its cause is the last line on standard error."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))    # so that `finally` below is reached
+    end = lambda *_: sys.exit(143)
+    signal.signal(signal.SIGTERM, end)                         # so that `finally` below is reached
     engines, tracker, status = [], None, 0
     try:
         step, folder = checkpoint.latest(args) if args.load else (0, None)
         start_ray(args)
+        signal.signal(signal.SIGTERM, end)                     # Ray has put its own handler there
         trainers, rollout = launch(args, engines)
         if folder:
             checkpoint.load(folder, step, trainers, rollout)

@@ -21,6 +21,7 @@ class TrainWorker:
     def __init__(self, args, rank, master):
         """master: "address:port" of rank 0. Blocks until all ranks have joined."""
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.world_size) if args.device == "cpu" else 4)
+        os.environ["NCCL_CUMEM_ENABLE"] = "0"     # SGLang sets that for itself, and both ends of a group must agree
         self.args, self.rank = args, rank
         model.init_parallel(rank, args.world_size, f"tcp://{master}", args.tensor_model_parallel_size,
                             args.pipeline_model_parallel_size, args.seed, args.distributed_timeout)

@@ -64,21 +64,23 @@ def test_lags_and_equivalence_of_the_scripts(model, engine, tmp_path):
     assert not harness.same_bits(weights(tmp_path, "sync", 6)["model"], weights(tmp_path, "async", 6)["model"])
 
 
-def moments(out, name):
-    """Conditions on a run's ledger: what it must have done before it is interrupted."""
+def happens(out, name, event, **fields):
+    """A condition: the run's ledger gets such a record from now on."""
     path = os.path.join(out, name, "ledger.jsonl")
-    seen = lambda: Ledger.surviving(path) if os.path.exists(path) else []
-    return {"trained 3": lambda: any(r["event"] == "trained" and r["step"] == 3 for r in seen()),
-            "saving 4": lambda: any(r["event"] == "save" and r["step"] == 4 for r in seen()),
-            "generating 7": lambda: any(r["event"] == "draw" and r["group"] == 7 * 4 + 1 for r in seen())}
+    before = len(harness.read_jsonl(path))
+    return lambda: any(r["event"] == event and all(r[k] == v for k, v in fields.items()) for r in harness.read_jsonl(path)[before:])
+
+
+MOMENTS = {"trained 3": dict(event="trained", step=3), "saving 4": dict(event="save", step=4), "saving 6": dict(event="save", step=6),
+           "generating 6": dict(event="draw", group=6 * 4 + 1), "generating 8": dict(event="draw", group=8 * 4 + 1)}
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize("script, hows", [
-    ("train_async.py", [("trained 3", signal.SIGKILL), ("saving 4", signal.SIGKILL), ("saving 4", signal.SIGTERM),
-                        ("generating 7", signal.SIGKILL)]),
-    ("train_sync.py", [("trained 3", signal.SIGKILL), ("saving 4", signal.SIGKILL), ("generating 7", signal.SIGKILL),
-                       ("generating 7", signal.SIGINT)]),
+    ("train_async.py", [("trained 3", signal.SIGKILL), ("saving 4", signal.SIGKILL), ("saving 6", signal.SIGTERM),
+                        ("generating 8", signal.SIGKILL)]),
+    ("train_sync.py", [("trained 3", signal.SIGKILL), ("saving 4", signal.SIGKILL), ("generating 6", signal.SIGKILL),
+                       ("generating 8", signal.SIGINT)]),
 ])
 def test_kill_and_resume_is_exact(script, hows, model, engine, tmp_path):
     """One run is interrupted and resumed again and again, another is not: the surviving line of the ledger has the same
@@ -88,8 +90,9 @@ def test_kill_and_resume_is_exact(script, hows, model, engine, tmp_path):
     harness.succeed(script, harness.flags(model, tmp_path, "whole", urls, **settings))
     load = {}
     for moment, how in hows:
+        condition = happens(tmp_path, "cut", **MOMENTS[moment])
         process = harness.start(script, harness.flags(model, tmp_path, "cut", urls, **settings, **load))
-        status, _ = harness.interrupt(process, moments(tmp_path, "cut")[moment], how)
+        status, _ = harness.interrupt(process, condition, how)
         assert status == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[how]
         load = {"load": str(tmp_path / "cut")}
     harness.succeed(script, harness.flags(model, tmp_path, "cut", urls, **settings, **load))
