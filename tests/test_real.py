@@ -91,7 +91,7 @@ def test_three_steps_on_real_parts(layout, temperature, policy_old, model, engin
             right = differences(data.format(step=step), exports[step], temperature)
             wrong = differences(data.format(step=step), exports[step + 1], temperature)
             print(f"step {step}: max |engine - trainer| {right:.1e}; with the next version's weights {wrong:.1e}")
-            assert right < 1e-4 < 100 * right < wrong
+            assert right < 1e-4 and wrong > 1e-2
     finally:
         for actor in [*trainers, rollout]:
             ray.kill(actor)
