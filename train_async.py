@@ -29,11 +29,12 @@ def train(args, trainers, rollout, tracker, start_step):
             with tracker.timer("perf/save_time"):                   # nothing is in flight: the weights of `step` and this
                 checkpoint.save(args, step, trainers, rollout)      # batch, made by the version before, are the whole state
 
-        if args.max_lag == 1 and step + 1 < args.num_rollout:
+        if args.max_lag == 1:
             if step > start_step and step % args.update_weights_interval == 0:
                 tracker.note(sync_weights(trainers, rollout, version=step))
                 tracker.evaluate_if_due(rollout, step)
-            next_batch = rollout.generate.remote(step + 1)          # overlaps with the training below
+            if step + 1 < args.num_rollout:                         # nothing is generated past the last step
+                next_batch = rollout.generate.remote(step + 1)      # overlaps with the training below
 
         trained = ray.get([trainer.train.remote(step, batch) for trainer in trainers])
         ray.get(rollout.trained.remote(step))

@@ -10,6 +10,7 @@ import sys
 
 
 def register():
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))   # last, so that it shadows nothing
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     srt = "sglang.srt."
     HookRegistry.register(srt + "utils.weight_checker.WeightChecker._compute_checksum", checksums, HookType.REPLACE)
@@ -24,7 +25,6 @@ def fork_children(result, *args, **kwargs):
 
 def checksums(checker):
     """Replaces WeightChecker._compute_checksum: {'<hf name>|r0:r1|c0:c1': '<16 hex digits>'} of this rank's slices."""
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))   # last, so that it shadows nothing
     from fingerprint import fingerprint
     found = {}
     for name, t, r0, c0 in hf_slices(checker._get_model()):

@@ -1,10 +1,12 @@
 """Whole runs of the entry scripts, real Ray and real Megatron, with the scripted engine in SGLang's place."""
 
-import json
 import os
 import re
 import signal
+import socket
+import time
 
+import psutil
 import pytest
 
 import harness
@@ -180,6 +182,29 @@ def test_the_two_halves_alone(model, engine, tmp_path):
                                                    save_debug_rollout_data=str(tmp_path / "roll_data" / "{step}.jsonl")))
     assert len(harness.read_jsonl(tmp_path / "roll_data" / "2.jsonl")) == 4
     assert not os.path.exists(tmp_path / "roll" / "ledger.jsonl")
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("what", ["port", "flag"])
+def test_an_engine_that_cannot_start_ends_the_run(what, model, tmp_path):
+    """A port in use and a server that refuses its flags: the reason in the last line, status 1, no process left."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = ["--sglang-port", str(port)] if what == "port" else ["--sglang-no-such-flag", "1"]
+        process = harness.start("train_async.py", harness.flags(model, tmp_path, "run") + words)
+        family = {}
+        while process.poll() is None:
+            family.update({p.pid: p for p in psutil.Process(process.pid).children(recursive=True)})
+            time.sleep(0.2)
+    output, status = process.stdout.read(), process.returncode
+    assert status == 1
+    said = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert said and said[0].startswith("error: engine 0: start: ")
+    assert (f"--sglang-port: 127.0.0.1:{port} is not free" if what == "port" else "no-such-flag") in output
+    _, alive = psutil.wait_procs(family.values(), timeout=20)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_an_error_in_the_reward_ends_the_run_with_its_cause(model, engine, tmp_path):
