@@ -2,14 +2,14 @@
 
     python scripts/make_tiny_model.py OUT_DIR --seed 0
 
-OUT_DIR becomes a Hugging Face checkpoint (config.json, model.safetensors in fp32, a tokenizer with one token per byte and a chat
-template) beside train.jsonl and eval.jsonl, whose rows are {"prompt": "17+25=", "label": "42"}. No prompt of eval.jsonl is in
-train.jsonl or among the demonstrations.
+OUT_DIR becomes a Hugging Face checkpoint (config.json, model.safetensors in fp32, a tokenizer with one token per
+byte and a chat template) beside train.jsonl and eval.jsonl, whose rows are {"prompt": "17+25=", "label": "42"}. No
+prompt of eval.jsonl is in train.jsonl or among the demonstrations.
 
-The model first learns the task from right demonstrations, then imitates noisy ones, most of which have a wrong digit. So it knows
-the sums, but a sample at temperature 1 is right only three times in ten: a policy that an exact-match reward can improve within a
-few dozen steps. It takes about a minute. The same seed on the same kind of CPU makes the same files, and an OUT_DIR that this same
-script completed with the same seed is kept as it is.
+The model first learns the task from right demonstrations, then imitates noisy ones, most of which have a wrong
+digit. So it knows the sums, but a sample at temperature 1 is right only three times in ten: a policy that an exact-
+match reward can improve within a few dozen steps. It takes about a minute. The same seed on the same kind of CPU
+makes the same files, and an OUT_DIR that this same script completed with the same seed is kept as it is.
 """
 import argparse
 import hashlib
@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|im_end|>", "<|im_start|>"]      # ids 0..3; <|im_end|> ends a turn and a response
+SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|im_end|>", "<|im_start|>"]      # ids 0..3; <|im_end|> ends a turn
 CHAT_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
                  "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 MAX_NUMBER = 49             # operands are 0..49: 3,775 sums and differences, few enough to master within a minute
@@ -40,7 +40,7 @@ PHASES = (                  # (name, steps, peak learning rate, share of right d
 # ---------------------------------------------------------------- tokenizer and model
 
 def build_tokenizer():
-    """One token per byte after the four special tokens, so any text can be encoded and ASCII is one token per character."""
+    """One token per byte after the special tokens: any text can be encoded, ASCII is one token per character."""
     vocab = {token: i for i, token in enumerate(SPECIAL_TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -51,13 +51,13 @@ def build_tokenizer():
 
 
 def build_model(tokenizer, seed, hidden_size=64, num_layers=2):
-    """A Qwen3 of about 0.15 M parameters with random weights, fp32. Grouped-query attention: 4 heads of 32, 2 key-value heads."""
+    """A random Qwen3 of 0.16 M parameters, fp32. Grouped-query attention: 4 heads of 32, 2 key-value heads."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=4 * hidden_size, num_hidden_layers=num_layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
-        initializer_range=0.05, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, dtype="float32")
+        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=4 * hidden_size,
+        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.05, dtype="float32",
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
     return Qwen3ForCausalLM(config)
 
 
@@ -79,7 +79,7 @@ def wrong_digit(label, rng):
 
 
 def demonstration_batch(rows, tokens, pad, eos, right_share, rng):
-    """-> (ids [BATCH_SIZE, T], labels [BATCH_SIZE, T] with -100 on prompt and padding). Right padding needs no attention mask."""
+    """-> (ids, labels), both [BATCH_SIZE, T]; labels are -100 on prompt and padding. Right padding needs no mask."""
     ids, labels = [], []
     for row in rng.choices(rows, k=BATCH_SIZE):
         answer = row["label"] if rng.random() < right_share else wrong_digit(row["label"], rng)
@@ -97,12 +97,13 @@ def pretrain(model, tokenizer, rows, seed):
     """Imitate the demonstrations of each phase with Adam, linear warm-up and linear decay."""
     rng = random.Random(seed)
     tokens = {c: tokenizer.convert_tokens_to_ids(c) for c in "0123456789+-="}
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     for name, steps, learning_rate, right_share in PHASES:
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 50, (steps - i) / steps))
         bar = tqdm(range(steps), desc=f"pre-train on {name}", unit="step", mininterval=1.0, file=sys.stderr)
         for step in bar:
-            ids, labels = demonstration_batch(rows, tokens, tokenizer.pad_token_id, tokenizer.eos_token_id, right_share, rng)
+            ids, labels = demonstration_batch(rows, tokens, pad, eos, right_share, rng)
             loss = model(input_ids=ids, labels=labels).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -130,7 +131,7 @@ def mean_reward(model, tokenizer, rows, samples, temperature):
 # ---------------------------------------------------------------- files
 
 def is_complete(out_dir, settings):
-    """True: made by this script with these settings. False: nothing there, or of ours and outdated. Else refuse: not ours."""
+    """True: made by this script with these settings. False: nothing, or ours and outdated. Else refused."""
     done = out_dir / "tiny_model.json"
     if done.exists():
         return json.loads(done.read_text()) == settings
@@ -149,14 +150,14 @@ def main():
         print(f"tiny model: {args.out_dir} is complete, kept")
         return
 
-    torch.set_num_threads(1)        # sums in another order give other weights: the result must not depend on the number of cores
+    torch.set_num_threads(1)        # the order of sums, and so the weights, must not depend on the number of cores
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, args.seed)
     train_rows, eval_rows = make_rows(args.seed)
     pretrain(model, tokenizer, train_rows, args.seed)
     sampled, sharp = (mean_reward(model, tokenizer, eval_rows, samples=8, temperature=t) for t in (1.0, 0.05))
 
-    partial = args.out_dir.with_name(f"{args.out_dir.name}.partial-{os.getpid()}")      # a killed run leaves OUT_DIR untouched
+    partial = args.out_dir.with_name(f"{args.out_dir.name}.partial-{os.getpid()}")   # a kill leaves no half OUT_DIR
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     for name, rows in (("train.jsonl", train_rows), ("eval.jsonl", eval_rows)):
@@ -164,8 +165,8 @@ def main():
     (partial / "tiny_model.json").write_text(json.dumps(settings) + "\n")
     shutil.rmtree(args.out_dir, ignore_errors=True)
     partial.rename(args.out_dir)
-    print(f"tiny model: {args.out_dir}, {model.num_parameters():,} parameters, {len(train_rows)} training and {len(eval_rows)} "
-          f"held-out prompts, reward {sampled:.2f} at temperature 1 (near-greedy {sharp:.2f})")
+    print(f"tiny model: {args.out_dir}, {model.num_parameters():,} parameters, {len(train_rows)} training and "
+          f"{len(eval_rows)} held-out prompts, reward {sampled:.2f} at temperature 1 (near-greedy {sharp:.2f})")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 # Sourced by the scripts beside it; works from any folder, as root or not. Afterwards
 #   ROOT      is the project's folder, and
-#   PYTHON    the interpreter of its environment, with requirements-cpu.txt installed. It installs only when that file has changed.
+#   PYTHON    the interpreter of its environment, with requirements-cpu.txt installed (anew only when it changed).
 # Environment:
 #   OFFBEAT_VENV            where the environment lies (default: ROOT/.venv)
-#   OFFBEAT_PYTHON          the Python that makes it (default: the first of python3.11, 3.12, 3.13 and python3 that will do)
+#   OFFBEAT_PYTHON          the Python that makes it (default: python3.11, 3.12, 3.13 or python3)
 #   OFFBEAT_TORCH_INDEX     a mirror of PyTorch's index of CPU builds
 #   OFFBEAT_MEMINFO         read instead of /proc/meminfo
 
@@ -53,8 +53,8 @@ install() {         # install WHAT PIP-ARGUMENTS...: pip's output is the progres
   shift
   say "installing $what"
   if ! "$PYTHON" -m pip install "$@" 2>&1 | tee "$log" >&2; then
-    grep -qiE "NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|Connection (refused|reset|aborted|broken)" "$log" &&
-      fail "no network: pip cannot reach a package index (the lines above name it); it is needed for the first installation"
+    grep -qiE "NewConnection|NameResolution|ConnectTimeout|ReadTimeout|Connection (reset|aborted)|versions: none" "$log" &&
+      fail "no network: pip cannot reach a package index (the lines above name it)"
     grep -qi "No space left" "$log" && fail "the disk of $VENV or of ${TMPDIR:-/tmp} is full: 4 GB are needed"
     fail "pip failed (see above, or $log)"
   fi
@@ -63,7 +63,7 @@ install() {         # install WHAT PIP-ARGUMENTS...: pip's output is the progres
 install_requirements() {
   local torch index=()
   torch="$(grep -oE '^torch==[^ ]+' "$REQUIREMENTS")"
-  # The CPU build of torch is not on PyPI. Where pip's own configuration shows it (a mirror, a wheel folder), that is used.
+  # The CPU build of torch is not on PyPI. Where pip's own configuration shows it, that is used.
   "$PYTHON" -m pip install --dry-run --no-deps --quiet "$torch" >/dev/null 2>&1 ||
     index=(--extra-index-url "${OFFBEAT_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}")
   install "requirements-cpu.txt (about 2 GB on disk, some minutes)" -r "$REQUIREMENTS" "${index[@]}"
@@ -78,7 +78,8 @@ prepare() {
   [[ -x "$PYTHON" && "$(cat "$stamp" 2>/dev/null)" == "$wanted" ]] && return
   mkdir -p "$VENV" 2>/dev/null && [[ -w "$VENV" ]] || fail "$VENV is not writable; OFFBEAT_VENV names another folder"
   exec {lock}>"$VENV/install.lock"
-  flock -n "$lock" || { say "waiting for another installation into $VENV"; flock -w 1800 "$lock"; } || fail "it took over 30 minutes"
+  flock -n "$lock" || { say "waiting for another installation into $VENV"; flock -w 1800 "$lock"; } ||
+    fail "the other installation has taken 30 minutes"
   if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
     make_venv
     install_requirements

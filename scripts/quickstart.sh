@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs, makes a tiny model and an arithmetic task, and trains it with one-step-off GRPO on this machine's CPU.
-#   bash scripts/quickstart.sh [--seed N] [any flag of train_async.py]      the last of two equal flags wins; paths are yours
+#   bash scripts/quickstart.sh [--seed N] [any flag of train_async.py]      yours come last and win
 # The last line is the evaluation before and after:  eval_reward 0.31 -> 0.84
 source "$(dirname "${BASH_SOURCE[0]}")/prelude.sh"
 
