@@ -53,7 +53,7 @@ install() {         # install WHAT PIP-ARGUMENTS...: pip's output is the progres
   shift
   say "installing $what"
   if ! "$PYTHON" -m pip install "$@" 2>&1 | tee "$log" >&2; then
-    grep -qiE "NewConnection|NameResolution|ConnectTimeout|ReadTimeout|Connection (reset|aborted)|versions: none" "$log" &&
+    grep -qiE "NewConnection|NameResolution|ConnectTimeout|ReadTimeout|Connection aborted|versions: none" "$log" &&
       fail "no network: pip cannot reach a package index (the lines above name it)"
     grep -qi "No space left" "$log" && fail "the disk of $VENV or of ${TMPDIR:-/tmp} is full: 4 GB are needed"
     fail "pip failed (see above, or $log)"
