@@ -8,6 +8,7 @@ nothing: the loss carries its own, global, denominator.
 import datetime
 import json
 import logging
+import inspect
 import math
 import os
 import warnings
@@ -182,6 +183,10 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+# torch before 2.12 has no such switch: its kernel takes fewer key-value heads without being told
+VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
 class PackedAttention(MegatronModule):
     """Causal attention of packed sequences: varlen flash attention on CUDA, one SDPA call per sequence elsewhere
     (and for fp32, which the flash kernel does not take). q [T, 1, heads, dim] -> [T, 1, heads * dim]."""
@@ -194,7 +199,7 @@ class PackedAttention(MegatronModule):
         p, (q, k, v) = packed_seq_params, (x.squeeze(1) for x in (q, k, v))
         if q.is_cuda and q.dtype is not torch.float32:
             out = varlen_attn(q, k, v, p.cu_seqlens_q, p.cu_seqlens_kv, p.max_seqlen_q, p.max_seqlen_kv,
-                              scale=self.scale, window_size=(-1, 0), enable_gqa=q.size(1) != k.size(1))
+                              scale=self.scale, window_size=(-1, 0), **VARLEN_GQA)
         else:
             lengths = p.cu_seqlens_q.diff().tolist()
             out = torch.cat([self.one_sequence(*qkv) for qkv in zip(*(x.split(lengths) for x in (q, k, v)))])

@@ -7,6 +7,7 @@ computed by each of them alike, without any communication; only log-probs and gr
 import os
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -136,7 +137,7 @@ class TrainWorker:
 
     def to_columns(self, batch, micro):
         """The columns of `policy_objective` for one micro-batch: [N] tensors over its response tokens."""
-        flat = lambda name: torch.cat([torch.as_tensor(batch[name][s], dtype=torch.float32) for s in micro]).to(device())
+        flat = lambda name: torch.from_numpy(np.concatenate([np.asarray(batch[name][s], np.float32) for s in micro])).to(device())
         lengths = torch.tensor([batch["response_lengths"][s] for s in micro])
         advantage = torch.tensor([batch["advantages"][s] for s in micro], dtype=torch.float32)
         columns = {"weight": flat("weights"), "mask": flat("loss_mask"), "old_logp": flat("old_logprobs"),
