@@ -19,9 +19,9 @@ import checkpoint
 from args import nodes_needed
 from engine import EngineError, SGLangEngine, free_address
 from rollout import RolloutManager
+from trainer import TrainWorker
 from sync_weights import sync_weights
 from tracking import Tracker
-from trainer import TrainWorker
 
 
 def run(train, args):

@@ -7,12 +7,13 @@ computed by each of them alike, without any communication; only log-probs and gr
 import os
 import time
 
+import model   # before megatron: it makes megatron importable, and quiet, on a machine without CUDA
+
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-import model
 import weight_map
 from loss import ADVANTAGES, kl_estimate, policy_objective, token_weights
 from sync_weights import WeightSender
