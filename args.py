@@ -228,8 +228,8 @@ def derive(args):
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if args.world_size % model_parallel:
-        raise ValueError(f"--actor-num-nodes x --actor-num-gpus-per-node = {args.world_size} training ranks do not divide by "
-                         f"tensor x pipeline = {model_parallel}: change --actor-num-gpus-per-node")
+        raise ValueError(f"--actor-num-nodes x --actor-num-gpus-per-node = {args.world_size} training ranks do not divide "
+                         f"by tensor x pipeline = {model_parallel}: change --actor-num-gpus-per-node")
     args.data_parallel_size = args.world_size // model_parallel
     if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
         raise ValueError(f"--rollout-num-gpus {args.rollout_num_gpus} does not divide by "
@@ -299,8 +299,9 @@ def check_model(args):
                          f"{args.rollout_max_prompt_len + longest} tokens exceed the model's {positions} positions")
     longest = args.rollout_max_prompt_len + args.rollout_max_response_len
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu < longest:
-        raise ValueError(f"--max-tokens-per-gpu {args.max_tokens_per_gpu} is smaller than one sample: --rollout-max-prompt-len "
-                         f"{args.rollout_max_prompt_len} + --rollout-max-response-len {args.rollout_max_response_len} = {longest}")
+        raise ValueError(f"--max-tokens-per-gpu {args.max_tokens_per_gpu} is smaller than one sample: "
+                         f"--rollout-max-prompt-len {args.rollout_max_prompt_len} + --rollout-max-response-len "
+                         f"{args.rollout_max_response_len} = {longest}")
     for name, size in (("num_attention_heads", args.tensor_model_parallel_size),
                        ("num_key_value_heads", args.tensor_model_parallel_size),
                        ("num_hidden_layers", args.pipeline_model_parallel_size)):
@@ -316,7 +317,8 @@ def read_config(path, flag):
     with open(file) as f:
         config = json.load(f)
     if config.get("model_type") not in ("llama", "qwen2", "qwen3"):
-        raise ValueError(f"{flag} {path}: architecture {config.get('model_type')!r} is not supported; llama, qwen2, qwen3 are")
+        raise ValueError(f"{flag} {path}: architecture {config.get('model_type')!r} is not supported; llama, qwen2, "
+                         f"qwen3 are")
     return config
 
 
@@ -412,7 +414,8 @@ def check_folders(args):
     if args.load and not os.path.isdir(args.save):
         raise ValueError(f"--load {args.load}: there is no checkpoint in {args.save}")
     if not args.load and os.path.exists(os.path.join(args.run_dir, "ledger.jsonl")):
-        raise ValueError(f"{args.run_dir} holds a run already: choose another --run-name, or go on with --load {args.run_dir}")
+        raise ValueError(f"{args.run_dir} holds a run already: choose another --run-name, or go on with "
+                         f"--load {args.run_dir}")
     if args.save_hf and os.path.exists(args.save_hf):
         raise ValueError(f"--save-hf {args.save_hf} is there already")
     os.makedirs(args.run_dir, exist_ok=True)

@@ -34,7 +34,7 @@ class PromptRows:
 
 
 def load_rows(path, args, flag):
-    """A `datasets.Dataset`. ValueError naming the flag, one line, for a missing file, an unknown format, missing columns or no rows."""
+    """A `datasets.Dataset`. ValueError in one line, naming the flag, for a missing file, missing columns or no rows."""
     import datasets   # takes a second or two: only those who read data pay for it
 
     datasets.disable_progress_bars()
@@ -52,8 +52,8 @@ def load_rows(path, args, flag):
     except Exception as error:   # whatever the library raises, the user needs the file's name and the reason in one line
         reason = str(error.__cause__ or error).splitlines()[0]
         raise ValueError(f"{flag} {path}: {reason}") from None
-    needed = [args.input_key] + ([] if args.custom_rm_path else [args.label_key]) + ([args.metadata_key] if args.metadata_key else [])
-    missing = [key for key in needed if key not in rows.column_names]
+    needed = [args.input_key, None if args.custom_rm_path else args.label_key, args.metadata_key]
+    missing = [key for key in needed if key and key not in rows.column_names]
     if missing:
         raise ValueError(f"{flag} {path}: there is no column {missing[0]!r}; there are {', '.join(rows.column_names)} "
                          f"(see --input-key, --label-key, --metadata-key)")

@@ -97,9 +97,10 @@ def start_ray(args):
     have, training = int(ray.cluster_resources().get("GPU", 0)), 0 if args.debug_rollout_only else args.world_size
     rollout = 0 if args.debug_train_only or args.rollout_external_engine_addrs else args.rollout_num_gpus
     if args.device == "cuda" and training + rollout > have:
-        raise ValueError(f"{training} GPUs for training (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
-                         f"{args.actor_num_gpus_per_node}) + {rollout} for --rollout-num-gpus = {training + rollout} on "
-                         f"{nodes_needed(args)} nodes of --num-gpus-per-node {args.num_gpus_per_node}, but the cluster has {have}")
+        raise ValueError(f"{training} GPUs for training (--actor-num-nodes {args.actor_num_nodes} x "
+                         f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}) + {rollout} for --rollout-num-gpus = "
+                         f"{training + rollout} on {nodes_needed(args)} nodes of --num-gpus-per-node "
+                         f"{args.num_gpus_per_node}, but the cluster has {have}")
 
 
 def launch(args, engines):
@@ -113,8 +114,9 @@ def launch(args, engines):
     starting = [engine.start.remote() for engine in engines]
     rollout = ray.remote(RolloutManager).options(num_cpus=0, max_concurrency=1000).remote(args)
     trainers = start_trainers(args)
-    wait_for([*starting, *(trainer.ready.remote() for trainer in trainers)], max(args.engine_start_timeout, args.distributed_timeout),
-             f"engines ({len(engines)}) and training ranks ({len(trainers)})")
+    wait_for([*starting, *(trainer.ready.remote() for trainer in trainers), rollout.ready.remote()],
+             max(args.engine_start_timeout, args.distributed_timeout),
+             f"{len(engines)} engines, {len(trainers)} training ranks, rollout manager")
     urls = urls or ray.get(starting)
     ray.get(rollout.connect.remote(urls))
     ray.get([trainer.join_engines.remote(urls, uuid.uuid4().hex[:8]) for trainer in trainers])   # a new name for each run
@@ -128,7 +130,8 @@ def start_trainers(args):
     options = reserve(args.world_size, 1, args.device)
     address = ray.remote(free_address).options(**options[0])
     host, port = ray.get(address.remote(), timeout=args.distributed_timeout)
-    return [ray.remote(TrainWorker).options(**options[rank]).remote(args, rank, f"{host}:{port}") for rank in range(args.world_size)]
+    worker = ray.remote(TrainWorker)
+    return [worker.options(**options[rank]).remote(args, rank, f"{host}:{port}") for rank in range(args.world_size)]
 
 
 def reserve(count, gpus, device):

@@ -73,17 +73,23 @@ class RolloutManager:
         self.works = {}                           # group id -> Work, of the groups in flight
         self.session = None
         self.threads = ThreadPoolExecutor(64, "reward")
-        self.reward = load_function(args.custom_rm_path, "--custom-rm-path", 2) if args.custom_rm_path else REWARDS[args.rm_type]
+        self.reward = REWARDS[args.rm_type]
+        if args.custom_rm_path:
+            self.reward = load_function(args.custom_rm_path, "--custom-rm-path", 2)
         self.generate_sample = (load_function(args.custom_generate_function_path, "--custom-generate-function-path", 3)
                                 if args.custom_generate_function_path else plain_generate)
         self.keep_group = (load_function(args.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path", 2)
                            if args.dynamic_sampling_filter_path else keep_spread if args.dynamic_sampling_filter else None)
 
+    def ready(self):
+        """Answers once the data and the tokenizer are there."""
+
     def connect(self, urls):
         """The engines that are up."""
         key = api_key(self.args)
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.lanes = [Lane(url, EngineClient(url, key), asyncio.Semaphore(self.args.sglang_server_concurrency)) for url in urls]
+        slots = self.args.sglang_server_concurrency
+        self.lanes = [Lane(url, EngineClient(url, key), asyncio.Semaphore(slots)) for url in urls]
 
     # ---- the batch of a step ------------------------------------------------------------------------------
     async def generate(self, step):
@@ -138,8 +144,9 @@ class RolloutManager:
             rest = {name: n for name, n in counts.items() if name.startswith("drop")}
             raise RuntimeError(
                 f"{counts['drawn']} groups drawn (--max-filter-rounds {self.args.max_filter_rounds:g} batches) and only "
-                f"{self.buffer.finished_count} of {wanted} accepted: {counts['all_right']} were all right, {counts['all_wrong']} all "
-                f"wrong, dropped: {rest or 'none'}. Take easier or harder prompts, or more samples per prompt.")
+                f"{self.buffer.finished_count} of {wanted} accepted: {counts['all_right']} were all right, "
+                f"{counts['all_wrong']} all wrong, dropped: {rest or 'none'}. Take easier or harder prompts, or more samples "
+                f"per prompt.")
 
     async def run_group(self, group, counts):
         """Generates and rewards one group, then puts it where it belongs: finished, dropped, or back into the buffer."""
@@ -227,7 +234,8 @@ class RolloutManager:
                   "top_p": args.rollout_top_p, "top_k": args.rollout_top_k, "skip_special_tokens": False,
                   "stop_token_ids": sorted({self.tokenizer.eos_token_id, *args.rollout_stop_token_ids} - {None}),
                   "sampling_seed": sampling_seed(args.seed, sample)}
-        payload = {"input_ids": sample.prompt_tokens + sample.response_tokens, "sampling_params": params, "return_logprob": True}
+        payload = {"input_ids": sample.prompt_tokens + sample.response_tokens, "sampling_params": params,
+                   "return_logprob": True}
         answer = await self.ask(work, sample, payload)
         reason = answer["meta_info"]["finish_reason"]["type"]
         sample.status = {"stop": "completed", "length": "truncated", "abort": "pending"}[reason]
@@ -258,7 +266,8 @@ class RolloutManager:
         if tokens != answer["output_ids"]:
             raise ValueError(f"{sample.name}: {len(answer['output_ids'])} tokens with {len(tokens)} log-probs")
         if str(meta["weight_version"]) != str(self.version) and self.version is not None:
-            raise EngineError(f"engine {work.lane.url} generated with version {meta['weight_version']}, but {self.version} was published")
+            raise EngineError(f"engine {work.lane.url} generated with version {meta['weight_version']}, but {self.version} "
+                              f"was published")
         if tokens:
             sample.append(tokens, logprobs, self.version or 0)
 
@@ -266,7 +275,8 @@ class RolloutManager:
         try:
             await self.get(lane, "/health", 10)
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            raise EngineError(f"engine {lane.url} does not answer ({type(error).__name__} {error}); the request before: {problem}") from None
+            raise EngineError(f"engine {lane.url} does not answer ({type(error).__name__} {error}); the request before: "
+                              f"{problem}") from None
 
     # ---- rewards ------------------------------------------------------------------------------------------
     async def call_reward(self, target):
@@ -296,7 +306,8 @@ class RolloutManager:
         """Means over every evaluation set with the published version. Returns {"version": v, "NAME/reward": ..., ...}."""
         args, results = self.args, {"version": self.version}
         for number, (name, rows) in enumerate(self.eval_rows.items()):
-            samples = [new_sample(rows[i], -1 - number, i, k) for i in range(len(rows)) for k in range(args.n_samples_per_eval_prompt)]
+            samples = [new_sample(rows[i], -1 - number, i, k)
+                       for i in range(len(rows)) for k in range(args.n_samples_per_eval_prompt)]
             await gather(self.eval_sample(sample) for sample in samples)
             results[f"{name}/reward"] = float(np.mean([s.reward for s in samples]))
             results[f"{name}/response_len"] = float(np.mean([len(s.response_tokens) for s in samples]))
@@ -378,7 +389,8 @@ class RolloutManager:
         aiohttp.ClientError or asyncio.TimeoutError."""
         if self.session is None:   # needs the running loop; the limit on connections is the engines' slots
             self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self.headers)
-        async with self.session.request(method, lane.url + verb, timeout=aiohttp.ClientTimeout(total=timeout), **kwargs) as r:
+        limit = aiohttp.ClientTimeout(total=timeout)
+        async with self.session.request(method, lane.url + verb, timeout=limit, **kwargs) as r:
             if 400 <= r.status < 500:
                 raise Dropped(f"error: engine {lane.url} answered {verb} with {r.status}: {(await r.text())[:300]}")
             r.raise_for_status()

@@ -36,8 +36,9 @@ def sync_weights(trainers, rollout, version):
     finally:
         ray.get(rollout.resume.remote())
     size, seconds = sum(part["bytes"] for part in sent), broadcast - paused
-    return {"sync/version": version, "sync/time": time.time() - started, "sync/pause_time": paused - started, "sync/broadcast_time": seconds,
-            "sync/check_time": time.time() - broadcast, "sync/bytes": size, "sync/gb_per_s": size / max(seconds, 1e-9) / 1e9}
+    return {"sync/version": version, "sync/time": time.time() - started, "sync/pause_time": paused - started,
+            "sync/broadcast_time": seconds, "sync/check_time": time.time() - broadcast, "sync/bytes": size,
+            "sync/gb_per_s": size / max(seconds, 1e-9) / 1e9}
 
 
 class WeightSender:
@@ -110,7 +111,8 @@ class WeightSender:
         """Tells every engine what comes and starts the broadcast. flush_cache=false: true kills a server with waiting requests."""
         names, shapes = [name for name, _ in bucket], [list(t.shape) for _, t in bucket]
         dtypes = [str(t.dtype).removeprefix("torch.") for _, t in bucket]
-        asked = [self.pool.submit(client.update_from_distributed, names, dtypes, shapes, self.name) for client in self.clients]
+        asked = [self.pool.submit(client.update_from_distributed, names, dtypes, shapes, self.name)
+                 for client in self.clients]
         return asked, dist.broadcast(flat, group=self.group, group_src=0, async_op=True)
 
     def land(self, asked, work):

@@ -42,8 +42,8 @@ class Tracker:
         self.collect_evaluation()
         now = time.time()
         seconds, self.step_started = now - self.step_started, now
-        row = {"step": step, "version": self.version, **rollout_metrics, **{k: v for m in train_metrics[:1] for k, v in m.items()},
-               **self.pending, "perf/step_time": seconds}
+        row = {"step": step, "version": self.version, **rollout_metrics, **(train_metrics or [{}])[0], **self.pending,
+               "perf/step_time": seconds}
         row["perf/train_idle_share"] = max(0.0, 1 - row.get("perf/train_time", 0.0) / seconds)
         row["perf/rollout_idle_share"] = max(0.0, 1 - row["perf/engine_busy_time"] / seconds)
         self.pending = {}
@@ -59,7 +59,10 @@ class Tracker:
     def evaluate_if_due(self, rollout, version):
         """Starts the evaluation of the version just published. It runs beside generation and training and is collected
         by log_step, that is, before the next sync."""
-        if self.args.eval_interval and version % self.args.eval_interval == 0 and not (version == 0 and self.args.skip_eval_before_train):
+        args = self.args
+        if version == 0 and args.skip_eval_before_train:
+            return
+        if args.eval_interval and version % args.eval_interval == 0:
             self.evaluation = rollout.evaluate.remote()
 
     def evaluate(self, rollout):
@@ -73,7 +76,7 @@ class Tracker:
             return
         results, self.evaluation = ray.get(self.evaluation), None
         self.evals.add(results)
-        self.write_board(results["version"], {f"eval/{name}": value for name, value in results.items() if name != "version"})
+        self.write_board(results["version"], {f"eval/{name}": value for name, value in results.items()})
         rewards = "  ".join(f"{name} {value:.3f}" for name, value in results.items() if name.endswith("/reward"))
         self.say(f"evaluation of version {results['version']}: {rewards}")
 
@@ -97,10 +100,13 @@ class Tracker:
             reward = lambda part: statistics.fmean(row["rollout/reward"] for row in part)
             mean = lambda name: statistics.fmean(row.get(name, 0.0) for row in rows[1:] or rows)   # the first step warms up
             print(f"\n{len(rows)} steps in {self.args.run_dir}")
-            print(f"reward of the first {tenth} and the last {tenth} steps: {reward(rows[:tenth]):.3f} -> {reward(rows[-tenth:]):.3f}")
-            print(f"seconds per step: {mean('perf/step_time'):.2f} = waiting for generation {mean('perf/wait_prev_gen'):.2f} + sync "
-                  f"{mean('sync/time'):.2f} + training {mean('perf/train_time'):.2f} + other; generation {mean('perf/generate_time'):.2f}")
-            print(f"idle: trainer {mean('perf/train_idle_share'):.0%}, engines {mean('perf/rollout_idle_share'):.0%}. {advice(rows)}")
+            print(f"reward of the first {tenth} and the last {tenth} steps: {reward(rows[:tenth]):.3f} -> "
+                  f"{reward(rows[-tenth:]):.3f}")
+            print(f"seconds per step: {mean('perf/step_time'):.2f} = waiting for generation {mean('perf/wait_prev_gen'):.2f} "
+                  f"+ sync {mean('sync/time'):.2f} + training {mean('perf/train_time'):.2f} + other; generation "
+                  f"{mean('perf/generate_time'):.2f}")
+            print(f"idle: trainer {mean('perf/train_idle_share'):.0%}, engines {mean('perf/rollout_idle_share'):.0%}. "
+                  f"{advice(rows)}")
         evals = self.evals.read()
         if evals:
             name = self.args.eval_sets[0][0] if self.args.eval_sets else None

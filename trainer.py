@@ -44,15 +44,13 @@ class TrainWorker:
 
     # ---- one step -----------------------------------------------------------------------------------------
     def train(self, step, batch):
-        """One pass over the batch: an optimizer step for each `global_batch_size` samples. Returns metrics (rank 0's are whole)."""
-        started, args = time.time(), self.args
-        size = args.global_batch_size
-        updates = [self.plan(batch, range(i, min(i + size, len(batch["tokens"])))) for i in range(0, len(batch["tokens"]), size)]
+        """One pass over the batch, an optimizer step for each `global_batch_size` samples. Returns the step's metrics."""
+        started, size = time.time(), self.args.global_batch_size
+        updates = [self.plan(batch, range(i, i + size)) for i in range(0, len(batch["tokens"]), size)]
         self.add_columns(batch, updates)
-        sums = []
-        for plan in updates:
-            sums.append(self.update(batch, plan))
-        return {**step_metrics(sums), "train/lr": self.optimizer.param_groups[0]["lr"], "perf/train_time": time.time() - started}
+        sums = [self.update(batch, plan) for plan in updates]
+        return {**step_metrics(sums), "train/lr": self.optimizer.param_groups[0]["lr"],
+                "perf/train_time": time.time() - started}
 
     def plan(self, batch, indices):
         """Cuts the samples `indices` into micro-batches. Returns this rank's list of lists of sample indices."""
@@ -134,11 +132,14 @@ class TrainWorker:
     # ---- tensors ------------------------------------------------------------------------------------------
     def to_pack(self, batch, micro):
         samples = [(batch["tokens"][s].tolist(), batch["response_lengths"][s]) for s in micro]
-        return model.pack(samples, device(), align=self.args.tensor_model_parallel_size if self.args.sequence_parallel else 1)
+        align = self.args.tensor_model_parallel_size if self.args.sequence_parallel else 1
+        return model.pack(samples, device(), align)
 
     def to_columns(self, batch, micro):
         """The columns of `policy_objective` for one micro-batch: [N] tensors over its response tokens."""
-        flat = lambda name: torch.from_numpy(np.concatenate([np.asarray(batch[name][s], np.float32) for s in micro])).to(device())
+        def flat(name):
+            return torch.from_numpy(np.concatenate([np.asarray(batch[name][s], np.float32) for s in micro])).to(device())
+
         lengths = torch.tensor([batch["response_lengths"][s] for s in micro])
         advantage = torch.tensor([batch["advantages"][s] for s in micro], dtype=torch.float32)
         columns = {"weight": flat("weights"), "mask": flat("loss_mask"), "old_logp": flat("old_logprobs"),
@@ -223,9 +224,8 @@ def step_metrics(updates):
     """Sums of each update -> means over its tokens, averaged over the updates. `first_...` are of the first update: there
     nothing has moved since the old log-probs were taken."""
     whole = ("loss", "pg_loss", "grad_norm")
-    means = [{name: value if name in whole else value / max(u["tokens"], 1) for name, value in u.items() if name != "tokens"}
-             for u in updates]
-    metrics = {f"train/{name}": sum(m[name] for m in means) / len(means) for name in means[0]}
+    means = [{name: value if name in whole else value / max(u["tokens"], 1) for name, value in u.items()} for u in updates]
+    metrics = {f"train/{name}": sum(m[name] for m in means) / len(means) for name in means[0] if name != "tokens"}
     metrics["train/first_ppo_kl"] = means[0]["ppo_kl"]
     metrics["train/logprob_abs_diff"] = means[0]["logprob_abs_diff"]
     return metrics
