@@ -58,6 +58,7 @@ def run(train, args):
 
 def finish(args, step, trainers, rollout, tracker, save):
     """After the last step: the last checkpoint, one more sync, the evaluation of what it published, the export."""
+    tracker.collect_evaluation()          # of the version before: the sync would abort it
     if save and args.save_interval:
         checkpoint.save(args, step, trainers, rollout)
     if args.eval_sets:

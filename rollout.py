@@ -152,8 +152,8 @@ class RolloutManager:
         """Generates and rewards one group, then puts it where it belongs: finished, dropped, or back into the buffer."""
         work = self.works[group.group_id] = self.assign(group)
         try:
-            if len(group.samples[0].prompt_tokens) > self.args.rollout_max_prompt_len:
-                raise Dropped("prompt_too_long")
+            if not 0 < len(group.samples[0].prompt_tokens) <= self.args.rollout_max_prompt_len:
+                raise Dropped("prompt_too_long" if group.samples[0].prompt_tokens else "prompt_empty")
             await gather(self.run_sample(work, sample) for sample in group.samples)
             if any(sample.status == "pending" for sample in group.samples):
                 return self.buffer.put_back(group)                           # aborted
@@ -344,7 +344,11 @@ class RolloutManager:
         self.version = version
 
     async def resume(self):
-        await gather(asyncio.to_thread(lane.client.resume) for lane in self.lanes)
+        """Lets every engine go on, whatever the others answer; then raises what one of them answered."""
+        answers = await asyncio.gather(*(asyncio.to_thread(lane.client.resume) for lane in self.lanes), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
 
     # ---- bookkeeping --------------------------------------------------------------------------------------
     def trained(self, step):

@@ -5,6 +5,7 @@ pipeline stage is a source: it forms one group (NCCL; gloo on the CPU) with ever
 """
 
 import concurrent.futures
+import contextlib
 import datetime
 import time
 
@@ -26,6 +27,7 @@ def sync_weights(trainers, rollout, version):
     named only when every engine proved to hold it, and no engine is left paused.
     """
     started = time.time()
+    version = version if trainers else 0      # --debug-rollout-only: the engines keep what they loaded
     ray.get(rollout.pause.remote())
     try:
         paused = time.time()
@@ -33,8 +35,11 @@ def sync_weights(trainers, rollout, version):
         broadcast = time.time()
         expected = {name: value for part in sent for name, value in part["expected"].items()}
         ray.get(rollout.publish.remote(version, expected if sent else None))
-    finally:
-        ray.get(rollout.resume.remote())
+    except BaseException:
+        with contextlib.suppress(Exception):  # an engine that does not answer now must not hide what went wrong before
+            ray.get(rollout.resume.remote())
+        raise
+    ray.get(rollout.resume.remote())
     size, seconds = sum(part["bytes"] for part in sent), broadcast - paused
     return {"sync/version": version, "sync/time": time.time() - started, "sync/pause_time": paused - started,
             "sync/broadcast_time": seconds, "sync/check_time": time.time() - broadcast, "sync/bytes": size,

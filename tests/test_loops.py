@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+import requests
 
 import harness
 import scripted_engine
@@ -205,6 +206,21 @@ def test_an_engine_that_cannot_start_ends_the_run(what, model, tmp_path):
     assert (f"--sglang-port: 127.0.0.1:{port} is not free" if what == "port" else "no-such-flag") in output
     _, alive = psutil.wait_procs(family.values(), timeout=20)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("order, text", [
+    ({"refuse": 10, "status": 500, "verb": "update_weights_from_distributed"}, "update_weights_from_distributed: HTTP 500"),
+    ({"stale": True}, "tensors are not the trainer's after a sync"),
+])
+def test_a_sync_that_fails_names_the_engine_and_leaves_none_paused(order, text, model, engine, tmp_path):
+    good, bad = engine(2)
+    requests.post(f"{bad}/script", json=order, timeout=10)
+    started = time.time()
+    status, output = harness.run("train_sync.py", harness.flags(model, tmp_path, "run", [good, bad]))
+    said = [line for line in output.splitlines() if "error: " in line]
+    assert status == 1 and f"engine {bad}" in said[-1] and text in said[-1] and time.time() - started < 90
+    assert not any(requests.get(f"{url}/script", timeout=10).json()["paused"] for url in (good, bad))
 
 
 def test_an_error_in_the_reward_ends_the_run_with_its_cause(model, engine, tmp_path):
