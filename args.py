@@ -30,7 +30,10 @@ def parse_args(argv=None, script="train_async.py"):
     args, rest = parser.parse_known_args(argv)
     try:
         args.sglang_args = split_sglang(rest)   # derived
-        derive(args)
+        check_sizes(args)
+        if script == "train_sync.py" and args.max_lag:
+            raise ValueError("--max-lag 1 needs train_async.py: train_sync.py is on-policy")
+        derive(args, script)
         check(args, script)
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -156,8 +159,8 @@ def add_algorithm(parser):
     g.add_argument("--kl-loss-type", choices=("k1", "k2", "k3", "low_var_kl"), default="low_var_kl",
                    help="estimator, for both KL terms")
     g.add_argument("--entropy-coef", type=float, default=0.0, help="entropy bonus")
-    g.add_argument("--max-lag", type=int, choices=(0, 1), default=1,
-                   help="train_async.py: 1 generates while training, 0 launches after it")
+    g.add_argument("--max-lag", type=int, choices=(0, 1),
+                   help="train_async.py: 1 (default) launches the generation before the training, 0 behind it")
 
 
 def add_optimizer(parser):
@@ -220,11 +223,12 @@ def split_sglang(rest):
     return [word.replace("--sglang-", "--", 1) for word in rest]
 
 
-def derive(args):
-    """The values that follow from flags: args.x below is either derived here or a flag's default that depends on others."""
+def derive(args, script):
+    """The values that follow from flags: args.x below is either derived here or a flag's default that depends on others.
+    Those that need the data are set by `check_data`."""
     if args.device == "auto":
-        args.device = "cuda" if glob.glob("/dev/nvidia[0-9]*") else "cpu"
-    args.colocate = False
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        args.device = "cuda" if glob.glob("/dev/nvidia[0-9]*") and not hidden else "cpu"
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if args.world_size % model_parallel:
@@ -239,6 +243,7 @@ def derive(args):
     args.samples_per_step = args.rollout_batch_size * args.n_samples_per_prompt
     args.global_batch_size = args.global_batch_size or args.samples_per_step
     args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size
+    args.max_lag = 1 if args.max_lag is None and script == "train_async.py" else args.max_lag or 0
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     args.eval_temperature = args.rollout_temperature if args.eval_temperature is None else args.eval_temperature
     args.eval_max_response_len = args.eval_max_response_len or args.rollout_max_response_len
@@ -262,16 +267,19 @@ def check(args, script):
     check_folders(args)
 
 
-def check_batches(args):
-    positive = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "max_tokens_per_gpu", "keep_checkpoints",
+def check_sizes(args):
+    positive = ("rollout_batch_size", "n_samples_per_prompt", "max_tokens_per_gpu", "keep_checkpoints",
                 "micro_batch_size", "update_weights_interval", "rollout_max_response_len", "rollout_num_gpus",
+                "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine", "num_gpus_per_node",
+                "tensor_model_parallel_size", "pipeline_model_parallel_size", "max_sample_retries",
                 "sglang_server_concurrency", "update_weight_buffer_size", "log_probs_chunk_size", "n_samples_per_eval_prompt")
-    for name in positive:
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, is {getattr(args, name)}")
-    for name in ("num_rollout", "num_epoch", "eval_interval", "save_interval"):
+    optional = ("num_rollout", "num_epoch", "eval_interval", "save_interval", "global_batch_size", "over_sampling_batch_size")
+    for name in positive + optional:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, is {getattr(args, name)}")
+
+
+def check_batches(args):
     if args.samples_per_step % args.global_batch_size:
         raise ValueError(f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} "
                          f"= {args.samples_per_step} samples do not divide by --global-batch-size {args.global_batch_size}")
@@ -284,6 +292,9 @@ def check_batches(args):
     if args.save_interval and args.save_interval % args.update_weights_interval:
         raise ValueError(f"--save-interval {args.save_interval} must be a multiple of --update-weights-interval "
                          f"{args.update_weights_interval}: a resume publishes the saved weights")
+    if args.eval_interval and args.eval_interval % args.update_weights_interval:
+        raise ValueError(f"--eval-interval {args.eval_interval} must be a multiple of --update-weights-interval "
+                         f"{args.update_weights_interval}: only published versions can be evaluated")
     if args.num_rollout is None and args.num_epoch is None and not args.eval_only:
         raise ValueError("say when the run ends: --num-rollout or --num-epoch")
 
@@ -304,6 +315,7 @@ def check_model(args):
                          f"{args.rollout_max_response_len} = {longest}")
     for name, size in (("num_attention_heads", args.tensor_model_parallel_size),
                        ("num_key_value_heads", args.tensor_model_parallel_size),
+                       ("intermediate_size", args.tensor_model_parallel_size),
                        ("num_hidden_layers", args.pipeline_model_parallel_size)):
         if config.get(name, 0) % size:
             raise ValueError(f"the model's {name} = {config[name]} does not divide by the parallel size {size}")
@@ -357,6 +369,8 @@ def check_combinations(args, script):
         raise ValueError("--mask-offpolicy-in-partial-rollout needs --partial-rollout")
     if args.debug_train_only and not args.load_debug_rollout_data:
         raise ValueError("--debug-train-only needs --load-debug-rollout-data")
+    if args.debug_train_only and (args.eval_interval or args.eval_only):
+        raise ValueError("--debug-train-only starts no engine: leave --eval-interval and --eval-only out")
     if args.debug_train_only and args.debug_rollout_only:
         raise ValueError("--debug-train-only and --debug-rollout-only exclude each other")
     if args.use_kl_loss and not args.kl_loss_coef:

@@ -20,6 +20,9 @@ def save(args, step, trainers, rollout):
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
     ray.get([trainer.save.remote(folder) for trainer in trainers] + [rollout.save.remote(folder, step)])
+    wanted = {f"rank_{rank:05d}.pt" for rank in range(len(trainers))} | {"buffer.json"}
+    if missing := wanted - set(os.listdir(folder)):
+        raise RuntimeError(f"{folder}: {', '.join(sorted(missing)[:3])} is not here: --save must be a folder of all nodes")
     meta = {"step": step, "layout": {name: getattr(args, name) for name in LAYOUT},
             "files": {name: os.path.getsize(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}}
     with open(os.path.join(folder, "meta.json"), "w") as f:
@@ -47,8 +50,10 @@ def latest(args):
     return step, os.path.join(args.save, f"step_{step:07d}")
 
 
-def load(folder, step, trainers, rollout):
-    ray.get([trainer.load.remote(folder) for trainer in trainers] + [rollout.load.remote(folder, step)])
+def load(args, folder, step, trainers, rollout):
+    """An evaluation needs the weights only, and must not touch the run's ledger."""
+    buffer = [] if args.eval_only else [rollout.load.remote(folder, step)]
+    ray.get([trainer.load.remote(folder) for trainer in trainers] + buffer)
 
 
 def complete(path):

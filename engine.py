@@ -120,14 +120,12 @@ def root_cause(error):
 def server_command(args, model_path, port, rank=0, host="127.0.0.1"):
     """(argv, env) of one server. args.sglang_args come later than the defaults, and argparse lets the later flag win.
 
-    Reads args.device, bf16, seed, colocate, rollout_num_gpus_per_engine, sglang_args.
+    Reads args.device, bf16, seed, rollout_num_gpus_per_engine, sglang_args.
     """
     cuda, tp = args.device == "cuda", args.rollout_num_gpus_per_engine
     argv = [sys.executable, os.path.join(EXT, "serve.py"), "--skip-tokenizer-init", "--skip-server-warmup",
             "--dtype", "bfloat16" if args.bf16 else "float32", "--tp-size", str(tp),
             "--random-seed", str(args.seed + rank), "--log-level-http", "warning", "--grammar-backend", "none"]
-    if cuda and args.colocate:
-        argv += ["--enable-memory-saver"]
     if not cuda:   # --sleep-on-idle: an idle scheduler else burns most of a core
         argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
                  "--sleep-on-idle", "--max-total-tokens", "65536", "--watchdog-timeout", "600"]

@@ -52,6 +52,9 @@ def check_fingerprints(expected, ranks, engine):
     slices = {}
     for rank in ranks:
         for key, value in rank.items():
+            if key.count("|") != 2:
+                raise RuntimeError(f"engine {engine}: /weights_checker answers in SGLang's own way: start an external engine "
+                                   f"by sglang_ext/serve.py")
             if slices.setdefault(key, value) != value:
                 raise RuntimeError(f"engine {engine}: its ranks hold different values of {key}")
     sums, sizes = {}, {}

@@ -456,7 +456,10 @@ def save_rank(path, ddp, optimizer, scheduler):
                    "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None},
     }
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    torch.save(state, f"{path}.tmp")
+    with open(f"{path}.tmp", "wb") as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())   # before the rename, so that a power cut cannot leave a name without its content
     os.replace(f"{path}.tmp", path)
 
 

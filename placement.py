@@ -12,7 +12,7 @@ import uuid
 
 import ray
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from tqdm import tqdm
 
 import checkpoint
@@ -36,7 +36,7 @@ def run(train, args):
         signal.signal(signal.SIGTERM, end)                     # Ray has put its own handler there
         trainers, rollout = launch(args, engines)
         if folder:
-            checkpoint.load(folder, step, trainers, rollout)
+            checkpoint.load(args, folder, step, trainers, rollout)
         tracker = Tracker(args, step)
         trained = step if args.eval_only else train(args, trainers, rollout, tracker, step)
         finish(args, trained, trainers, rollout, tracker, save=trained > step)
@@ -57,15 +57,16 @@ def run(train, args):
 
 
 def finish(args, step, trainers, rollout, tracker, save):
-    """After the last step: the last checkpoint, one more sync, the evaluation of what it published, the export."""
+    """After the last step: the last checkpoint, the export, one more sync and the evaluation of what it published."""
     tracker.collect_evaluation()          # of the version before: the sync would abort it
     if save and args.save_interval:
         checkpoint.save(args, step, trainers, rollout)
-    if args.eval_sets:
+    if args.save_hf:                      # before the evaluation: its failure must not cost the weights
+        ray.get([trainer.export.remote(args.save_hf) for trainer in trainers])
+    if args.eval_sets and not args.debug_train_only:
         tracker.note(sync_weights(trainers, rollout, version=step))
         tracker.evaluate(rollout)
-    if args.save_hf:
-        ray.get([trainer.export.remote(args.save_hf) for trainer in trainers])
+    ray.get([trainer.leave_engines.remote() for trainer in trainers])
     tracker.summary()
 
 
@@ -87,6 +88,8 @@ def start_ray(args):
     """A local cluster for this run alone, or the one at --ray-address. ValueError when it has too few GPUs."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""        # for every actor: none may take a GPU that is there all the same
     quiet = {"include_dashboard": False, "logging_level": "ERROR"}
     print("starting Ray", flush=True)
     if args.ray_address:
@@ -113,7 +116,8 @@ def launch(args, engines):
         options = reserve(args.num_engines, args.rollout_num_gpus_per_engine, args.device)
         engines += [SGLangEngine.options(**options[i]).remote(i, args) for i in range(args.num_engines)]
     starting = [engine.start.remote() for engine in engines]
-    rollout = ray.remote(RolloutManager).options(num_cpus=0, max_concurrency=1000).remote(args)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)   # beside the run's folder
+    rollout = ray.remote(RolloutManager).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote(args)
     trainers = start_trainers(args)
     wait_for([*starting, *(trainer.ready.remote() for trainer in trainers), rollout.ready.remote()],
              max(args.engine_start_timeout, args.distributed_timeout),
@@ -121,7 +125,8 @@ def launch(args, engines):
     urls = urls or ray.get(starting)
     ray.get(rollout.connect.remote(urls))
     ray.get([trainer.join_engines.remote(urls, uuid.uuid4().hex[:8]) for trainer in trainers])   # a new name for each run
-    print(f"everything is up after {time.time() - started:.0f} s", flush=True)
+    old = {"rollout": "the engine's own (bypass)", "recompute": "recomputed by the trainer"}[args.policy_old]
+    print(f"everything is up after {time.time() - started:.0f} s; old log-probs are {old}", flush=True)
     return trainers, rollout
 
 

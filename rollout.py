@@ -6,6 +6,7 @@ engines over HTTP; the engine actors only own the processes.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import inspect
 import json
@@ -32,6 +33,10 @@ class Dropped(Exception):
     """Ends one group, not the run: its message is the reason in the ledger."""
 
 
+class Aborted(Exception):
+    """Unwinds a sample's generation when its group is aborted: the sample stays pending and is continued later."""
+
+
 @dataclass
 class Lane:
     """What the manager knows about one engine."""
@@ -46,7 +51,7 @@ class Lane:
 
 @dataclass
 class Work:
-    """A group on its way. `aborting` is read by its samples before each request."""
+    """A group on its way. `aborting` is read before each of its requests."""
     group: Group
     lane: Lane
     tokens: int = 0                   # its part of lane.tokens: given back as samples end
@@ -63,8 +68,9 @@ class RolloutManager:
         self.args = args
         self.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
         self.lanes = []
-        self.buffer = None                        # --debug-train-only and --eval-only may come without prompts
-        if args.prompt_data:
+        self.stops = stop_ids(args, self.tokenizer)
+        self.buffer = None                        # nothing is drawn to evaluate, or to train on saved batches
+        if args.prompt_data and not args.eval_only:
             rows, ledger = PromptRows(args.prompt_data, args, self.tokenizer), Ledger(ledger_path(args))
             self.buffer = Buffer(rows, args.n_samples_per_prompt, args.seed, ledger, shuffle=args.rollout_shuffle,
                                  num_epoch=args.num_epoch, partial_rollout=args.partial_rollout)
@@ -73,11 +79,14 @@ class RolloutManager:
         self.works = {}                           # group id -> Work, of the groups in flight
         self.session = None
         self.threads = ThreadPoolExecutor(64, "reward")
+        self.reward_slots = asyncio.Semaphore(64)  # the time limit of a reward is on running, not on waiting for a thread
         self.reward = REWARDS[args.rm_type]
         if args.custom_rm_path:
             self.reward = load_function(args.custom_rm_path, "--custom-rm-path", 2)
         self.generate_sample = (load_function(args.custom_generate_function_path, "--custom-generate-function-path", 3)
                                 if args.custom_generate_function_path else plain_generate)
+        # a request has its own limit and tries; an own function, with its tools, has one for all its turns
+        self.sample_limit = args.generate_timeout if args.custom_generate_function_path else None
         self.keep_group = (load_function(args.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path", 2)
                            if args.dynamic_sampling_filter_path else keep_spread if args.dynamic_sampling_filter else None)
 
@@ -129,14 +138,20 @@ class RolloutManager:
                 if not tasks:
                     break                          # the data have ended
                 self.give_up_when_hopeless(counts, wanted)
-                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()                  # an error in generation or reward ends the run here, with its cause
+                await self.settle(tasks, asyncio.FIRST_COMPLETED, None)
             await self.abort(tasks)
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         return {f"rollout/{name}": n for name, n in counts.items()}
+
+    async def settle(self, tasks, when, timeout):
+        """Waits, and takes the ended ones out of `tasks`. An error in generation or reward ends the run here, with its cause."""
+        done, _ = await asyncio.wait(tasks, return_when=when, timeout=timeout)
+        for task in done:
+            tasks.discard(task)
+            task.result()
 
     def give_up_when_hopeless(self, counts, wanted):
         limit = self.args.max_filter_rounds * max(wanted, self.args.over_sampling_batch_size)
@@ -182,11 +197,11 @@ class RolloutManager:
         """The filter looks at the task's rewards; what passes waits in the buffer for a batch."""
         rewards = [sample.reward for sample in group.samples]
         verdict = True if self.keep_group is None else self.keep_group(self.args, group.samples)
-        if verdict is True:
+        if not isinstance(verdict, str) and verdict:        # numpy's and torch's truths, too
             return self.buffer.finish(group)
         if min(rewards) == max(rewards):
             counts["all_right" if rewards[0] > 0 else "all_wrong"] += 1
-        raise Dropped(f"filter: {verdict or 'rejected'}")
+        raise Dropped(f"filter: {verdict if isinstance(verdict, str) else 'rejected'}")
 
     async def abort(self, tasks):
         """Aborts the groups in flight by their request ids and waits until each is back in the buffer.
@@ -196,16 +211,14 @@ class RolloutManager:
         """
         for work in self.works.values():
             work.aborting = work.aborting or not work.group.keep
-        deadline = time.time() + self.args.generate_timeout
-        while tasks:
-            if time.time() > deadline:
-                raise RuntimeError(f"groups {sorted(self.works)} did not end within --generate-timeout "
-                                   f"{self.args.generate_timeout:g} s of being aborted")
+        while tasks:                               # bounded: each request and each reward has its own limit and tries
             works = [work for work in self.works.values() if work.aborting]
-            await gather(self.post(work.lane, "/abort_request", {"rid": rid}, 30) for work in works for rid in list(work.rids))
-            done, tasks = await asyncio.wait(tasks, timeout=1.0)
-            for task in done:
-                task.result()
+            await gather(self.say_abort(work.lane, rid) for work in works for rid in list(work.rids))
+            await self.settle(tasks, asyncio.ALL_COMPLETED, 1.0)
+
+    async def say_abort(self, lane, rid):
+        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, Dropped):   # it is said again in a second
+            await self.post(lane, "/abort_request", {"rid": rid}, 30)
 
     # ---- one sample ---------------------------------------------------------------------------------------
     async def run_sample(self, work, sample):
@@ -213,39 +226,60 @@ class RolloutManager:
         if sample.status != "pending":
             return                                 # a finished member of a continued group stays as it is
         async with work.lane.slots:
-            if work.aborting:
-                return
-            await self.generate_sample(self.args, sample, lambda s: self.continue_sample(work, s))
+            await self.run_turns(work, sample, self.args.rollout_temperature, self.args.rollout_max_response_len)
         work.load(-self.cost(sample))
-        if sample.status == "pending":
-            return
-        sample.response = self.tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
-        if not self.args.group_rm:
+        if sample.status != "pending" and not self.args.group_rm:
             sample.reward = float(await self.call_reward(sample))
 
-    async def continue_sample(self, work, sample, temperature=None, max_response_len=None):
-        """Generates from all of the sample's tokens, within what is left of its budget, and appends what the engine says."""
-        args = self.args
-        budget = (max_response_len or args.rollout_max_response_len) - len(sample.response_tokens)
-        if budget <= 0:
-            sample.status = "truncated"
+    async def run_turns(self, work, sample, temperature, max_response_len):
+        """One call of the generate function, which may ask the engine several times. The sample ends as its last turn did;
+        an abort leaves it pending, with what it has."""
+        status = None
+
+        async def generate(sample):
+            nonlocal status
+            status = await self.continue_sample(work, sample, temperature, max_response_len)
+            return status
+
+        try:
+            await asyncio.wait_for(self.generate_sample(self.args, sample, generate), self.sample_limit)
+        except Aborted:
             return
-        params = {"max_new_tokens": budget, "temperature": args.rollout_temperature if temperature is None else temperature,
-                  "top_p": args.rollout_top_p, "top_k": args.rollout_top_k, "skip_special_tokens": False,
-                  "stop_token_ids": sorted({self.tokenizer.eos_token_id, *args.rollout_stop_token_ids} - {None}),
-                  "sampling_seed": sampling_seed(args.seed, sample)}
+        except asyncio.TimeoutError:
+            raise Dropped(f"error: {sample.name}: --custom-generate-function-path took longer than --generate-timeout "
+                          f"{self.args.generate_timeout:g} s") from None
+        if status is None:
+            raise ValueError(f"--custom-generate-function-path returned {sample.name} without having called generate")
+        sample.status = status
+        sample.response = self.tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
+
+    async def continue_sample(self, work, sample, temperature, max_response_len):
+        """Generates from all of the sample's tokens within what is left of its budget, and appends what the engine says.
+        Returns "completed" or "truncated"; raises Aborted, with the sample extended by what came, when its group is."""
+        budget = max_response_len - len(sample.response_tokens)
+        if budget <= 0:
+            return "truncated"
+        if work.aborting:
+            raise Aborted
+        args = self.args
+        params = {"max_new_tokens": budget, "temperature": temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k,
+                  "skip_special_tokens": False, "stop_token_ids": self.stops, "sampling_seed": sampling_seed(args.seed, sample)}
         payload = {"input_ids": sample.prompt_tokens + sample.response_tokens, "sampling_params": params,
                    "return_logprob": True}
         answer = await self.ask(work, sample, payload)
         reason = answer["meta_info"]["finish_reason"]["type"]
-        sample.status = {"stop": "completed", "length": "truncated", "abort": "pending"}[reason]
+        if reason == "stop" or answer["output_ids"] and answer["output_ids"][-1] in self.stops:
+            return "completed"     # also when the abort met the stop token: SGLang then says abort
+        if reason == "abort":
+            raise Aborted
+        return "truncated"
 
     async def ask(self, work, sample, payload):
         """One /generate with finite tries. A 4xx is final; an engine that is gone ends the run with its name."""
         problem = None
         for attempt in range(self.args.max_sample_retries):
             rid = uuid.uuid4().hex
-            with in_flight(work, rid):
+            with busy(work, rid):
                 try:
                     answer = await self.post(work.lane, "/generate", {**payload, "rid": rid}, self.args.generate_timeout)
                     self.take_answer(work, sample, answer)
@@ -280,19 +314,21 @@ class RolloutManager:
 
     # ---- rewards ------------------------------------------------------------------------------------------
     async def call_reward(self, target):
-        """The reward of a sample (or, with --group-rm, the list of a group's). A time-out is tried again, then drops the
-        group; an exception in the function is a fault of the function and ends the run."""
-        for _ in range(self.args.max_sample_retries):
-            if inspect.iscoroutinefunction(self.reward):
-                call = self.reward(self.args, target)
-            else:
-                call = asyncio.get_running_loop().run_in_executor(self.threads, self.reward, self.args, target)
+        """The reward of a sample (or, with --group-rm, the list of a group's). A time-out or a failing connection is tried
+        again and then drops the group; any other exception is a fault of the function and ends the run."""
+        args, problem = self.args, None
+        for _ in range(args.max_sample_retries):
             try:
-                return await asyncio.wait_for(call, self.args.reward_timeout)
+                if inspect.iscoroutinefunction(self.reward):
+                    return await asyncio.wait_for(self.reward(args, target), args.reward_timeout)
+                async with self.reward_slots:
+                    call = asyncio.get_running_loop().run_in_executor(self.threads, self.reward, args, target)
+                    return await asyncio.wait_for(call, args.reward_timeout)
             except asyncio.TimeoutError:
-                pass
-        raise Dropped(f"error: the reward took longer than --reward-timeout {self.args.reward_timeout:g} s, "
-                      f"{self.args.max_sample_retries} times")
+                problem = f"took longer than --reward-timeout {args.reward_timeout:g} s"
+            except (OSError, aiohttp.ClientError) as error:     # of a service that it asks
+                problem = f"failed: {type(error).__name__}: {error}"
+        raise Dropped(f"error: the reward {problem}, {args.max_sample_retries} times")
 
     async def reward_group(self, group):
         rewards = await self.call_reward(group.samples)
@@ -318,9 +354,7 @@ class RolloutManager:
         args, work = self.args, self.assign(Group(sample.group_id, sample.row, 0, [sample]))
         try:
             async with work.lane.slots:
-                await self.generate_sample(args, sample, lambda s: self.continue_sample(
-                    work, s, args.eval_temperature, args.eval_max_response_len))
-            sample.response = self.tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
+                await self.run_turns(work, sample, args.eval_temperature, args.eval_max_response_len)
             reward = await self.call_reward([sample] if args.group_rm else sample)
         except Dropped as reason:                  # a mean over what happened to succeed would be a lie
             raise RuntimeError(f"evaluation, row {sample.row}: {reason}") from None
@@ -358,28 +392,27 @@ class RolloutManager:
 
     def save(self, folder, step):
         """Writes the buffer's whole state, the batch that waits for training included."""
-        if self.buffer is None:
-            return
-        self.buffer.ledger.write("save", step=step)
+        if self.buffer:
+            self.buffer.ledger.write("save", step=step)
         with open(os.path.join(folder, "buffer.json"), "w") as f:
-            f.write(json.dumps(self.buffer.state()))   # json.dump writes piece by piece, a third slower
+            f.write(json.dumps(self.buffer and self.buffer.state()))   # json.dump writes piece by piece, a third slower
             f.flush()
             os.fsync(f.fileno())
-        self.buffer.ledger.sync()
+        if self.buffer:
+            self.buffer.ledger.sync()
 
     def load(self, folder, step):
-        if self.buffer is None:
-            return
         with open(os.path.join(folder, "buffer.json")) as f:
             state = json.load(f)
-        self.buffer.load_state(state)
-        self.buffer.ledger.resume(step, state["ledger_seq"])
+        if self.buffer:
+            self.buffer.load_state(state)
+            self.buffer.ledger.resume(step, state["ledger_seq"])
 
     def lane_metrics(self, seconds):
-        busy = sum(lane.seconds for lane in self.lanes) / max(len(self.lanes), 1)
+        mean = sum(lane.seconds for lane in self.lanes) / max(len(self.lanes), 1)
         for lane in self.lanes:
             lane.seconds = 0.0
-        return {"perf/engine_busy_time": busy, "perf/engine_busy_share": busy / max(seconds, 1e-9)}
+        return {"perf/engine_busy_time": mean, "perf/engine_busy_share": mean / max(seconds, 1e-9)}
 
     # ---- HTTP ---------------------------------------------------------------------------------------------
     async def post(self, lane, verb, payload, timeout):
@@ -391,8 +424,8 @@ class RolloutManager:
     async def http(self, method, lane, verb, timeout, **kwargs):
         """One exchange. A 4xx raises Dropped (the request itself is wrong: trying again cannot help), other failures
         aiohttp.ClientError or asyncio.TimeoutError."""
-        if self.session is None:   # needs the running loop; the limit on connections is the engines' slots
-            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self.headers)
+        if self.session is None:   # needs the running loop. The slots limit connections; a server closes idle ones after 5 s
+            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3), headers=self.headers)
         limit = aiohttp.ClientTimeout(total=timeout)
         async with self.session.request(method, lane.url + verb, timeout=limit, **kwargs) as r:
             if 400 <= r.status < 500:
@@ -412,30 +445,28 @@ async def gather(coroutines):
             task.cancel()
 
 
-class in_flight:
-    """Names a request for an abort, and counts the time that its engine is busy."""
-
-    def __init__(self, work, rid):
-        self.work, self.rid = work, rid
-
-    def __enter__(self):
-        lane = self.work.lane
-        self.work.rids.add(self.rid)
-        lane.requests += 1
-        if lane.requests == 1:
-            lane.since = time.time()
-
-    def __exit__(self, *error):
-        lane = self.work.lane
-        self.work.rids.discard(self.rid)
+@contextlib.contextmanager
+def busy(work, rid):
+    """Names a request for an abort, and counts the time that its engine has something to do."""
+    lane = work.lane
+    work.rids.add(rid)
+    lane.requests += 1
+    if lane.requests == 1:
+        lane.since = time.time()
+    try:
+        yield
+    finally:
+        work.rids.discard(rid)
         lane.requests -= 1
         if lane.requests == 0:
             lane.seconds += time.time() - lane.since
 
 
 async def plain_generate(args, sample, generate):
-    """One turn. An own function (--custom-generate-function-path) may call `await generate(sample)` several times and
-    append tool tokens between (sample.append(tokens, [0.0] * n, version, mask=0))."""
+    """One turn. An own function (--custom-generate-function-path) may `await generate(sample)` several times, which returns
+    "completed" or "truncated", and append tool tokens between: sample.append(tokens, [0.0] * n, version, mask=0) with the
+    version sample.version_runs[-1][0]. Aborted in a turn and continued later, it is called again, and must go on from the
+    tokens that the sample has."""
     await generate(sample)
 
 
@@ -443,6 +474,18 @@ def keep_spread(args, samples):
     """Dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal have no gradient."""
     rewards = [sample.reward for sample in samples]
     return True if min(rewards) < max(rewards) else "zero_spread"
+
+
+def stop_ids(args, tokenizer):
+    """The tokens that end an answer: SGLang's own, from the checkpoint's configs, and --rollout-stop-token-ids."""
+    found = {tokenizer.eos_token_id, *args.rollout_stop_token_ids}
+    for name in ("config.json", "generation_config.json"):
+        path = os.path.join(args.hf_checkpoint, name)
+        if os.path.exists(path):
+            with open(path) as f:
+                ids = json.load(f).get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [ids])
+    return sorted(found - {None})
 
 
 def ledger_path(args):

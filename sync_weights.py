@@ -28,8 +28,8 @@ def sync_weights(trainers, rollout, version):
     """
     started = time.time()
     version = version if trainers else 0      # --debug-rollout-only: the engines keep what they loaded
-    ray.get(rollout.pause.remote())
     try:
+        ray.get(rollout.pause.remote())
         paused = time.time()
         sent = [part for part in ray.get([trainer.send_weights.remote() for trainer in trainers]) if part]
         broadcast = time.time()
@@ -57,12 +57,16 @@ class WeightSender:
         self.timeout = args.update_weight_timeout
 
     def join(self, urls, name):
-        """Forms the group with the engines at `urls`: this rank is 0, engine i takes tp ranks from 1 + i x tp.
+        """Forms a group for each stage with the engines at `urls`, one stage after the other: gloo builds a group in one go,
+        and two sources that met the engines in different orders would wait for each other."""
+        for stage in range(mpu.get_pipeline_model_parallel_world_size()):
+            if stage == mpu.get_pipeline_model_parallel_rank() and self.source and urls:
+                self.join_stage(urls, name)
+            dist.barrier()
 
-        Raises EngineError naming the engine that refused or was not there in time.
-        """
-        if not (self.source and urls):
-            return
+    def join_stage(self, urls, name):
+        """This rank is rank 0 of the group, engine i has tp ranks from 1 + i x tp. EngineError names the engine that refused
+        or was not there in time."""
         tp = self.args.rollout_num_gpus_per_engine
         self.clients = [EngineClient(url, api_key(self.args), self.timeout) for url in urls]
         self.name = f"{name}-stage{mpu.get_pipeline_model_parallel_rank()}"
@@ -74,6 +78,11 @@ class WeightSender:
         joined = self.pool.submit(join_group, f"tcp://{address}:{port}", world, self.name, backend, self.timeout)
         first_error([*asked, joined], self.timeout, "joining the weight update group")
         self.group = joined.result()
+
+    def leave(self):
+        """Ends the group on the engines' side, for engines that live on after the run."""
+        for client in self.clients:
+            client.destroy_group(self.name)
 
     def send(self):
         """Sends this rank's stage in its turn. Sources return {"expected": {name: (shape, fingerprint)}, "bytes": n}."""
@@ -140,8 +149,9 @@ def buckets(tensors, limit):
 
 
 def first_error(futures, timeout, what):
-    """Waits for all futures; the first error is raised without waiting for the others."""
-    done, waiting = concurrent.futures.wait(futures, timeout, return_when=concurrent.futures.FIRST_EXCEPTION)
+    """Waits for all futures; the first error is raised without waiting for the others. A client's own time limit names its
+    engine, so it gets the chance to come first."""
+    done, waiting = concurrent.futures.wait(futures, timeout + 5, return_when=concurrent.futures.FIRST_EXCEPTION)
     for future in done:
         future.result()
     if waiting:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import statistics
 import time
@@ -15,8 +16,9 @@ class Tracker:
 
     def __init__(self, args, start_step):
         self.args, self.pending, self.step_started, self.evaluation = args, {}, time.time(), None
-        self.rows = Table(os.path.join(args.run_dir, "metrics.jsonl"), "step", start_step)
-        self.evals = Table(os.path.join(args.run_dir, "eval.jsonl"), "version", start_step)
+        cut = math.inf if args.eval_only else start_step
+        self.rows = Table(os.path.join(args.run_dir, "metrics.jsonl"), "step", cut)
+        self.evals = Table(os.path.join(args.run_dir, "eval.jsonl"), "version", cut)
         self.bar = tqdm(total=args.num_rollout, initial=start_step, unit="step", dynamic_ncols=True, mininterval=1)
         self.version, self.board = None, None
         if args.use_tensorboard:
@@ -66,8 +68,8 @@ class Tracker:
             self.evaluation = rollout.evaluate.remote()
 
     def evaluate(self, rollout):
-        """Evaluates now, unless the last row is of this version already."""
-        if not any(row["version"] == self.version for row in self.evals.read()):
+        """Evaluates now, unless this version has been."""
+        if self.args.eval_only or not any(row["version"] == self.version for row in self.evals.read()):
             self.evaluation = rollout.evaluate.remote()
             self.collect_evaluation()
 
@@ -111,7 +113,8 @@ class Tracker:
         if evals:
             name = self.args.eval_sets[0][0] if self.args.eval_sets else None
             values = [row[f"{name}/reward"] for row in evals if f"{name}/reward" in row]
-            print(f"eval_reward {values[0]:.2f} -> {values[-1]:.2f}", flush=True)
+            if values:
+                print(f"eval_reward {values[0]:.2f} -> {values[-1]:.2f}", flush=True)
 
 
 def advice(rows):

@@ -30,7 +30,7 @@ def train(args, trainers, rollout, tracker, start_step):
         trained = ray.get([trainer.train.remote(step, batch) for trainer in trainers])
         ray.get(rollout.trained.remote(step))
         tracker.log_step(step, metrics, trained)
-    return args.num_rollout
+    return max(start_step, args.num_rollout)
 
 
 if __name__ == "__main__":

@@ -45,12 +45,11 @@ class TrainWorker:
     # ---- one step -----------------------------------------------------------------------------------------
     def train(self, step, batch):
         """One pass over the batch, an optimizer step for each `global_batch_size` samples. Returns the step's metrics."""
-        started, size = time.time(), self.args.global_batch_size
+        started, size, lr = time.time(), self.args.global_batch_size, self.optimizer.param_groups[0]["lr"]
         updates = [self.plan(batch, range(i, i + size)) for i in range(0, len(batch["tokens"]), size)]
         self.add_columns(batch, updates)
         sums = [self.update(batch, plan) for plan in updates]
-        return {**step_metrics(sums), "train/lr": self.optimizer.param_groups[0]["lr"],
-                "perf/train_time": time.time() - started}
+        return {**step_metrics(sums), "train/lr": lr, "perf/train_time": time.time() - started}
 
     def plan(self, batch, indices):
         """Cuts the samples `indices` into micro-batches. Returns this rank's list of lists of sample indices."""
@@ -155,6 +154,9 @@ class TrainWorker:
     # ---- weights ------------------------------------------------------------------------------------------
     def join_engines(self, urls, group):
         self.sender.join(urls, group)
+
+    def leave_engines(self):
+        self.sender.leave()
 
     def send_weights(self):
         return self.sender.send()

@@ -47,6 +47,7 @@ BATCH_ARGS=(
   --use-dynamic-batch-size --max-tokens-per-gpu 4096
 )
 CLUSTER_ARGS=(
+  --device cpu                                  # also where there is a GPU: the environment has no CUDA packages
   --actor-num-gpus-per-node 1 --rollout-num-gpus 1
 )
 RUN_ARGS=(

@@ -54,6 +54,8 @@ def refuse(capsys, words, script="train_async.py"):
     (dict(bf16=True), "--bf16 needs a GPU"),
     (dict(max_lag=0, update_weights_interval=2), "--max-lag 0 is below --update-weights-interval - 1 = 1"),
     (dict(eps_clip_c=0.5), "--eps-clip-c 0.5 must be above 1"),
+    (dict(tensor_model_parallel_size=0), "--tensor-model-parallel-size must be at least 1, is 0"),
+    (dict(eval_interval=3, update_weights_interval=2, eval_prompt_data=["a", "b"]), "--eval-interval 3 must be a multiple of"),
     (dict(use_kl_loss=True), "--use-kl-loss needs --kl-loss-coef"),
 ])
 def test_bad_input_is_refused_in_one_line(changes, text, model, tmp_path, capsys):
@@ -94,6 +96,8 @@ def test_a_run_is_not_overwritten(model, tmp_path, capsys):
 def test_sync_is_on_policy_by_construction(model, tmp_path, capsys):
     words = harness.flags(model, tmp_path, "run", update_weights_interval=2)
     assert "needs train_async.py" in refuse(capsys, words, "train_sync.py")
+    words = harness.flags(model, tmp_path, "run", max_lag=1)
+    assert "--max-lag 1 needs train_async.py" in refuse(capsys, words, "train_sync.py")
 
 
 def test_derived_values_and_pass_through(model, tmp_path):

@@ -43,7 +43,7 @@ def tiny_model(folder, seed):
 
 def make_args(model, run_dir, **changes):
     return types.SimpleNamespace(**{
-        "device": "cpu", "bf16": False, "seed": 1, "colocate": False, "rollout_num_gpus_per_engine": 1,
+        "device": "cpu", "bf16": False, "seed": 1, "rollout_num_gpus_per_engine": 1,
         "sglang_args": ["--max-running-requests", "4"], "hf_checkpoint": str(model), "run_dir": str(run_dir),
         "sglang_port": None, "engine_start_timeout": 120, **changes})
 
@@ -287,10 +287,10 @@ def test_arguments_of_the_user_come_last(tmp_path):
     argv, env = engine.server_command(args, "/model", 1234)
     assert argv.index("bfloat16") > argv.index("float32") and argv[-2:] == ["--port", "1234"]
     assert engine.api_key(args) == "k"
-    assert "--enable-memory-saver" not in argv and env["SGLANG_USE_CPU_ENGINE"] == "1"
-    argv, env = engine.server_command(make_args("/model", tmp_path, device="cuda", colocate=True,
+    assert env["SGLANG_USE_CPU_ENGINE"] == "1"
+    argv, env = engine.server_command(make_args("/model", tmp_path, device="cuda",
                                                 rollout_num_gpus_per_engine=2), "/model", 1234)
-    assert "--enable-memory-saver" in argv and argv[argv.index("--tp-size") + 1] == "2"
+    assert argv[argv.index("--tp-size") + 1] == "2"
     assert env["NCCL_CUMEM_ENABLE"] == "0" and "SGLANG_USE_CPU_ENGINE" not in env and "cpu" not in argv
 
 

@@ -169,6 +169,17 @@ def test_data_that_ends_first_ends_the_run_cleanly(model, engine, tmp_path):
     assert re.fullmatch(r"eval_reward \d\.\d\d -> \d\.\d\d", output.strip().splitlines()[-1])
 
 
+def test_evaluation_alone_leaves_the_run_as_it_was(model, engine, tmp_path):
+    """--eval-only --load measures the saved weights and says their version; ledger and metrics are not touched."""
+    urls, evals = engine(1), dict(eval_prompt_data=["sums", os.path.join(model, "eval.jsonl")])
+    harness.succeed("train_sync.py", harness.flags(model, tmp_path, "run", urls, num_rollout=3, save_interval=2, **evals))
+    files = [tmp_path / "run" / name for name in ("ledger.jsonl", "metrics.jsonl")]
+    before = [file.read_bytes() for file in files]
+    output = harness.succeed("train_sync.py", harness.flags(model, tmp_path, "run", urls, load=str(tmp_path / "run"),
+                                                            num_rollout=None, eval_only=True, **evals))
+    assert "evaluation of version 3" in output and [file.read_bytes() for file in files] == before
+
+
 def test_the_two_halves_alone(model, engine, tmp_path):
     """--debug-rollout-only writes batches; --debug-train-only trains on them without an engine, to the same weights as the
     whole run that made them."""

@@ -3,12 +3,14 @@
 import asyncio
 import time
 
+import numpy as np
 import pytest
 import requests
 
 import harness
 import scripted_engine
 from args import parse_args
+from buffer import Ledger
 from engine import EngineError
 from rollout import RolloutManager
 
@@ -30,7 +32,7 @@ def make(model, servers, tmp_path):
     """make(orders, engines=1, **flags) -> a manager connected to engines that obey `orders` (see scripted_engine.py)."""
     def make(orders, engines=1, **flags):
         for url in servers:
-            requests.post(f"{url}/script", json={"reset": True, "lengths": "5", "unit_seconds": 0.0, "slots": 1 << 30,
+            requests.post(f"{url}/script", json={"reset": True, "lengths": "5", "unit_seconds": 0.0, "slots": 1 << 30, "budget": None,
                                                  **orders}, timeout=10)
         flags = {"max_sample_retries": 2, "generate_timeout": 5, **flags}
         args = parse_args(harness.flags(model, tmp_path, f"run{len(list(tmp_path.iterdir()))}", servers[:engines], **flags))
@@ -57,7 +59,6 @@ def counter(url):
 
 
 def drops(manager):
-    from buffer import Ledger
     return [r["reason"] for r in Ledger.read(manager.buffer.ledger.path) if r["event"] == "drop"]
 
 
@@ -215,6 +216,34 @@ def keep_odd(args, samples):
     return True if samples[0].group_id % 2 else "even"
 
 
+def keep_numpy(args, samples):
+    return np.bool_(samples[0].group_id % 2)
+
+
+def short_reward(args, sample):
+    time.sleep(0.05)
+    return 1.0
+
+
+def refused_reward(args, sample):
+    calls.append(sample.name)
+    raise ConnectionRefusedError("the checker is away")
+
+
+async def two_turns(args, sample, generate):
+    """A turn, three tool tokens, a turn; called again after an abort it goes on where the tokens say it was."""
+    if 0 not in sample.loss_mask:
+        await generate(sample)
+        calls.append(sample.name)
+        sample.append([7, 8, 9], [0.0] * 3, sample.version_runs[-1][0], mask=0)
+    await generate(sample)
+
+
+async def endless(args, sample, generate):
+    await asyncio.sleep(60 if sample.group_id == 0 else 0)
+    await generate(sample)
+
+
 def test_async_rewards_run_in_parallel(make):
     manager = make({}, custom_rm_path="test_rollout.slow_async_reward", rollout_batch_size=16)
     before = time.time()
@@ -236,6 +265,79 @@ def test_a_hanging_reward_is_tried_again_then_drops_the_group(make):
     assert [g.group_id for g in groups] == [1, 2, 3, 4]
     assert calls.count("sample 0 of group 0") == 2           # --max-sample-retries 2
     assert drops(manager) == ["error: the reward took longer than --reward-timeout 0.5 s, 2 times"]
+
+
+def test_rewards_that_wait_for_a_thread_do_not_time_out(make):
+    """1,000 rewards of 50 ms on 64 threads take 0.8 s in all; each alone stays far below the limit of 0.4 s."""
+    manager = make({}, custom_rm_path="test_rollout.short_reward", reward_timeout=0.4, rollout_batch_size=125, n_samples_per_prompt=8)
+    run(manager.next_groups(0), manager)
+    assert drops(manager) == []
+
+
+def test_a_reward_service_that_is_away_is_asked_again_then_drops_the_group(make):
+    calls.clear()
+    manager = make({}, custom_rm_path="test_rollout.refused_reward", max_filter_rounds=1, n_samples_per_prompt=1)
+    with pytest.raises(RuntimeError, match="only 0 of 4 accepted"):
+        run(manager.next_groups(0), manager)
+    assert drops(manager)[0] == "error: the reward failed: ConnectionRefusedError: the checker is away, 2 times"
+    assert calls.count("sample 0 of group 0") == 2
+
+
+# ---- turns ------------------------------------------------------------------------------------------------
+def test_an_own_generate_function_takes_turns_with_a_tool(make):
+    calls.clear()
+    manager = make({}, custom_generate_function_path="test_rollout.two_turns", rollout_max_response_len=20)
+    groups, _ = run(manager.next_groups(0), manager)
+    for sample in (s for g in groups for s in g.samples):
+        assert sample.loss_mask == [1] * 5 + [0] * 3 + [1] * 5 and sample.response_tokens[5:8] == [7, 8, 9]
+        assert sample.rollout_logprobs[5:8] == [0.0] * 3 and sample.version_runs == [[0, 13]] and sample.status == "completed"
+    assert len(calls) == 8
+
+
+def test_a_partial_rollout_never_runs_a_tool_twice(make):
+    """Aborted in either turn and continued, each sample has one tool call and the tokens of an uninterrupted one."""
+    calls.clear()
+    flags = dict(custom_generate_function_path="test_rollout.two_turns", rollout_max_response_len=40, partial_rollout=True,
+                 over_sampling_batch_size=12, n_samples_per_prompt=1)
+    manager = make({"lengths": "1:2,1:12", "unit_seconds": 0.05, "budget": 40}, **flags)
+    trained = []
+    for step in range(6):
+        groups, _ = run(manager.next_groups(step), manager)
+        manager.buffer.trained(step)
+        trained += [s for g in groups for s in g.samples]
+    put_back = [r for r in Ledger.read(manager.buffer.ledger.path) if r["event"] == "put_back"]
+    assert any(r["tokens"] for r in put_back), "nothing was interrupted: the test shows nothing"
+    assert len(calls) == len(set(calls)), "a tool ran twice"
+    for sample in trained:
+        assert sample.loss_mask.count(0) == 3 and len(sample.loss_mask) == len(sample.response_tokens)
+
+
+def test_an_own_generate_function_that_hangs_is_bounded(make):
+    manager = make({}, custom_generate_function_path="test_rollout.endless", generate_timeout=1)
+    groups, counts = run(manager.next_groups(0), manager)
+    assert [g.group_id for g in groups] == [1, 2, 3, 4] and counts["rollout/dropped_error"] == 1
+    assert "--custom-generate-function-path took longer than --generate-timeout 1 s" in drops(manager)[0]
+
+
+def test_an_answer_that_ended_as_it_was_aborted_is_complete(make):
+    """SGLang says abort when the abort and the stop token come in the same step: to go on would train on text behind the end."""
+    manager = make({}, n_samples_per_prompt=1)
+    eos = manager.tokenizer.eos_token_id
+
+    async def answer(work, sample, payload):
+        sample.append([5, eos], [-1.0, -1.0], 0)
+        return {"output_ids": [5, eos], "meta_info": {"finish_reason": {"type": "abort"}}}
+
+    manager.ask = answer
+    groups, _ = run(manager.next_groups(0), manager)
+    assert all(s.status == "completed" and s.response_tokens == [5, eos] for g in groups for s in g.samples)
+
+
+# ---- filters and evaluation -------------------------------------------------------------------------------
+def test_a_filter_may_answer_with_numpy_truths(make):
+    manager = make({}, dynamic_sampling_filter_path="test_rollout.keep_numpy")
+    groups, _ = run(manager.next_groups(0), manager)
+    assert [g.group_id for g in groups] == [1, 3, 5, 7] and set(drops(manager)) == {"filter: rejected"}
 
 
 def test_own_filter_and_its_reason(make):
