@@ -23,7 +23,7 @@ def parse_args(argv=None, script="train_async.py"):
         prog=script, usage=f"{script} [flags]    (--help lists them)", allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=42, width=150),
         epilog="Any --sglang-FLAG is handed to the SGLang server as --FLAG.")
-    for add in (add_run, add_cluster, add_model, add_data, add_rollout, add_eval, add_algorithm, add_optimizer,
+    for add in (add_run, add_cluster, add_model, add_data, add_rollout, add_eval, add_algorithm, add_async, add_optimizer,
                 add_batching, add_sync, add_checkpoint, add_debug):
         add(parser)
     show_defaults(parser)
@@ -31,10 +31,9 @@ def parse_args(argv=None, script="train_async.py"):
     try:
         args.sglang_args = split_sglang(rest)   # derived
         check_sizes(args)
-        if script == "train_sync.py" and args.max_lag:
-            raise ValueError("--max-lag 1 needs train_async.py: train_sync.py is on-policy")
+        check_script(args, script)
         derive(args, script)
-        check(args, script)
+        check(args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return args
@@ -120,7 +119,7 @@ def add_rollout(parser):
     g.add_argument("--dynamic-sampling-filter", action="store_true", help="drop groups whose rewards are all equal")
     g.add_argument("--dynamic-sampling-filter-path", metavar="MODULE.FUNCTION",
                    help="own filter: f(args, samples) -> True to keep, or a reason to drop")
-    g.add_argument("--max-filter-rounds", type=float, default=10, help="give up after drawing this many batches")
+    g.add_argument("--max-filter-rounds", type=float, default=10, help="give up after dropping this many batches to fill one")
     g.add_argument("--rm-type", choices=sorted(REWARDS), default="exact", help="a reward of rewards.py")
     g.add_argument("--custom-rm-path", metavar="MODULE.FUNCTION", help="own reward: f(args, sample) -> float; may be async")
     g.add_argument("--group-rm", action="store_true", help="the reward takes a group's samples and returns a list")
@@ -159,8 +158,17 @@ def add_algorithm(parser):
     g.add_argument("--kl-loss-type", choices=("k1", "k2", "k3", "low_var_kl"), default="low_var_kl",
                    help="estimator, for both KL terms")
     g.add_argument("--entropy-coef", type=float, default=0.0, help="entropy bonus")
-    g.add_argument("--max-lag", type=int, choices=(0, 1),
-                   help="train_async.py: 1 (default) launches the generation before the training, 0 behind it")
+
+
+def add_async(parser):
+    g = parser.add_argument_group("asynchronous")
+    g.add_argument("--max-lag", type=int, help="train_async.py: 1 (default) launches generation before the training, 0 behind "
+                                               "it; train_fully_async.py: bound of every sample's lag (default: none)")
+    g.add_argument("--staleness-threshold", type=float, default=0.0,
+                   help="train_fully_async.py: share of groups started beyond those trained between two syncs")
+    g.add_argument("--require-batches", type=int, default=1, help="train_fully_async.py: batches that make a step")
+    g.add_argument("--max-lag-policy", choices=("wait", "drop", "mask"), default="wait",
+                   help="what keeps --max-lag: waiting for the oldest, dropping them, or no loss on old tokens")
 
 
 def add_optimizer(parser):
@@ -240,10 +248,13 @@ def derive(args, script):
                          f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}")
     args.num_engines = (len(args.rollout_external_engine_addrs)
                         or args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
-    args.samples_per_step = args.rollout_batch_size * args.n_samples_per_prompt
+    args.groups_per_step = args.rollout_batch_size * args.require_batches
+    args.samples_per_step = args.groups_per_step * args.n_samples_per_prompt
     args.global_batch_size = args.global_batch_size or args.samples_per_step
     args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size
-    args.max_lag = 1 if args.max_lag is None and script == "train_async.py" else args.max_lag or 0
+    args.fully_async = script == "train_fully_async.py"
+    if args.max_lag is None and not args.fully_async:
+        args.max_lag = 1 if script == "train_async.py" else 0
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     args.eval_temperature = args.rollout_temperature if args.eval_temperature is None else args.eval_temperature
     args.eval_max_response_len = args.eval_max_response_len or args.rollout_max_response_len
@@ -257,12 +268,12 @@ def derive(args, script):
 
 
 # ---- checks -----------------------------------------------------------------------------------------------
-def check(args, script):
+def check(args):
     """Everything that can be refused before a process starts. ValueError: one line with the flag and the arithmetic."""
     check_batches(args)
     check_model(args)
     check_data(args)
-    check_combinations(args, script)
+    check_combinations(args)
     check_hooks(args)
     check_folders(args)
 
@@ -271,7 +282,7 @@ def check_sizes(args):
     positive = ("rollout_batch_size", "n_samples_per_prompt", "max_tokens_per_gpu", "keep_checkpoints",
                 "micro_batch_size", "update_weights_interval", "rollout_max_response_len", "rollout_num_gpus",
                 "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine", "num_gpus_per_node",
-                "tensor_model_parallel_size", "pipeline_model_parallel_size", "max_sample_retries",
+                "tensor_model_parallel_size", "pipeline_model_parallel_size", "max_sample_retries", "require_batches",
                 "sglang_server_concurrency", "update_weight_buffer_size", "log_probs_chunk_size", "n_samples_per_eval_prompt")
     optional = ("num_rollout", "num_epoch", "eval_interval", "save_interval", "global_batch_size", "over_sampling_batch_size")
     for name in positive + optional:
@@ -279,10 +290,39 @@ def check_sizes(args):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, is {getattr(args, name)}")
 
 
+def check_script(args, script):
+    """Flags that belong to one of the scripts, and how far they go together."""
+    k = args.update_weights_interval
+    if script == "train_sync.py":
+        if args.max_lag:
+            raise ValueError(f"--max-lag {args.max_lag} needs train_async.py: train_sync.py is on-policy")
+        if k > 1:
+            raise ValueError("--update-weights-interval above 1 needs train_async.py: train_sync.py is on-policy")
+    if script == "train_async.py" and args.max_lag not in (None, 0, 1):
+        raise ValueError(f"--max-lag {args.max_lag}: train_async.py knows 0 and 1; deeper belongs to train_fully_async.py")
+    if script != "train_fully_async.py":
+        if args.staleness_threshold or args.require_batches > 1 or args.max_lag_policy != "wait":
+            raise ValueError("--staleness-threshold, --require-batches and --max-lag-policy need train_fully_async.py")
+        if args.max_lag == 0 and k > 1:
+            raise ValueError(f"--max-lag 0 is below --update-weights-interval - 1 = {k - 1}")
+        return
+    if args.staleness_threshold < 0:
+        raise ValueError(f"--staleness-threshold {args.staleness_threshold} must not be negative")
+    if args.over_sampling_batch_size:
+        raise ValueError("--over-sampling-batch-size: train_fully_async.py runs ahead by --staleness-threshold instead")
+    if args.partial_rollout and not args.staleness_threshold:
+        raise ValueError("--partial-rollout needs --staleness-threshold above 0: at 0 nothing is in flight at a sync")
+    if args.max_lag is not None and args.max_lag < k - 1:
+        raise ValueError(f"--max-lag {args.max_lag} is below --update-weights-interval - 1 = {k - 1}: weights that are published "
+                         f"every {k} steps are up to {k - 1} steps old")
+
+
 def check_batches(args):
     if args.samples_per_step % args.global_batch_size:
-        raise ValueError(f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} "
-                         f"= {args.samples_per_step} samples do not divide by --global-batch-size {args.global_batch_size}")
+        batches = f" x --require-batches {args.require_batches}" if args.require_batches > 1 else ""
+        raise ValueError(f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"
+                         f"{batches} = {args.samples_per_step} samples do not divide by --global-batch-size "
+                         f"{args.global_batch_size}")
     if args.global_batch_size % args.data_parallel_size:
         raise ValueError(f"--global-batch-size {args.global_batch_size} does not divide by the {args.data_parallel_size} "
                          f"data-parallel ranks")
@@ -347,16 +387,16 @@ def check_data(args):
     if args.prompt_data:
         rows = len(load_rows(args.prompt_data, args, "--prompt-data"))
         if args.num_epoch:   # derived: the step at which the data end, unless --num-rollout comes first
-            steps = rows * args.num_epoch // args.rollout_batch_size
+            steps = rows * args.num_epoch // args.groups_per_step
             if steps == 0:
                 raise ValueError(f"--num-epoch {args.num_epoch} x {rows} rows of --prompt-data do not fill one "
-                                 f"--rollout-batch-size {args.rollout_batch_size}")
+                                 f"--rollout-batch-size {args.rollout_batch_size} x --require-batches {args.require_batches}")
             args.num_rollout = min(args.num_rollout or steps, steps)
     args.num_updates = (args.num_rollout or 0) * args.samples_per_step // args.global_batch_size   # derived
     args.lr_decay_iters = args.lr_decay_iters or args.num_updates
 
 
-def check_combinations(args, script):
+def check_combinations(args):
     processed = args.rollout_top_p < 1 or args.rollout_top_k > 0
     if processed and not args.allow_processed_logprobs:
         raise ValueError("--rollout-top-p < 1 and --rollout-top-k change the engine's log-probs so that the trainer's cannot "
@@ -379,10 +419,6 @@ def check_combinations(args, script):
         raise ValueError("--bf16 needs a GPU: on the CPU weights are fp32")
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1")
-    if script == "train_sync.py" and args.update_weights_interval > 1:
-        raise ValueError("--update-weights-interval above 1 needs train_async.py: train_sync.py is on-policy")
-    if args.max_lag == 0 and args.update_weights_interval > 1:
-        raise ValueError(f"--max-lag 0 is below --update-weights-interval - 1 = {args.update_weights_interval - 1}")
     if args.device == "cuda":
         check_gpus(args)
 

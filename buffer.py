@@ -20,7 +20,9 @@ import json
 import math
 import os
 import random
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 FLAT_LISTS = ("prompt_tokens", "response_tokens", "loss_mask", "rollout_logprobs")
 
@@ -366,6 +368,12 @@ class Buffer:
         self.finished[group.group_id] = group
         heapq.heappush(self.by_age, (age, group.group_id))
 
+    @property
+    def outstanding(self):
+        """Groups that were drawn and are neither trained nor dropped."""
+        return (len(self.in_flight) + len(self.unfinished) + len(self.finished)
+                + sum(len(batch) for batch in self.in_hand.values()))
+
     def state(self):
         """All that a resume needs, as JSON values that later changes do not reach. Groups in flight are stored at their
         prompt, to be drawn again ahead of fresh ones: their answers will never arrive."""
@@ -400,3 +408,85 @@ def hash_rows(rows):
     """Recognises a data set by five rows, spread over its length: to read them all would take minutes."""
     picked = [rows[i * (len(rows) - 1) // 4] for i in range(5)]
     return hashlib.sha256(json.dumps([[row["prompt"], row["label"]] for row in picked]).encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------------------------------------- fully asynchronous
+
+@dataclass(frozen=True)
+class Gate:
+    """How far generation may run ahead of training: a bound on trained + outstanding groups.
+
+    Since every bound is on that sum, nothing has to be counted: training moves a group from one term to the other, and a
+    group that is dropped leaves the sum and so gives its place back by itself.
+    """
+    required: int                                  # groups of a step: rollout_batch_size x require_batches
+    staleness_threshold: float                     # share by which more may be started than is trained between two syncs
+    update_weights_interval: int                   # k: steps between two syncs
+    max_lag: int | None = None                     # L: no group may wait longer; None: no such bound
+    num_rollout: int | None = None                 # the last step: nothing is generated past it
+
+    def bound(self, published):
+        """The most groups that may be trained + outstanding while version `published` (= steps trained by it) is out.
+
+        Credits: floor(required x (1 + threshold) x k) from the sync on, exactly (100 x 1.15 is 115). The lag's gate is
+        that of AReaL (arXiv 2505.24298, eq. 3) made strict: (L + published + 1) x required.
+        """
+        credits = self.required * (1 + Fraction(str(self.staleness_threshold))) * self.update_weights_interval
+        bounds = [published * self.required + math.floor(credits)]
+        if self.max_lag is not None:
+            bounds.append((self.max_lag + published + 1) * self.required)
+        if self.num_rollout is not None:
+            bounds.append(self.num_rollout * self.required)
+        return min(bounds)
+
+
+class Stream:
+    """What may start and what makes a batch when generation never stops. No clock and no engine: the rollout manager, the
+    tests under a hand-made clock and a simulator drive it alike.
+
+    policy, for --max-lag L: "wait": a step waits for the groups that would be too old in the next one, which the gate
+    keeps to at most one batch; "drop": groups older than L are dropped when a batch is taken; "mask": they are kept, and
+    their old tokens get no loss.
+    """
+
+    def __init__(self, buffer, gate, policy="wait", trained_steps=0):
+        self.buffer, self.gate, self.policy = buffer, gate, policy
+        self.trained_steps = self.published = trained_steps
+        self.running = Counter()                   # oldest version -> groups in flight: whose deadline comes first
+        self.born = {}                             # group id -> its entry in `running`
+
+    def draw(self):
+        """Groups that may start now. Unfinished ones always may: they are counted already."""
+        gate = self.gate if self.policy == "wait" else replace(self.gate, max_lag=None)
+        used = self.trained_steps * self.gate.required + self.buffer.outstanding
+        groups = self.buffer.draw(len(self.buffer.unfinished) + max(0, gate.bound(self.published) - used))
+        for group in groups:
+            self.born[group.group_id] = self.published if group.oldest_version is None else group.oldest_version
+            self.running[self.born[group.group_id]] += 1
+        return groups
+
+    def landed(self, group):
+        """The group is no longer in flight: finished, put back or dropped."""
+        version = self.born.pop(group.group_id)
+        self.running[version] -= 1
+        if not self.running[version]:
+            del self.running[version]
+
+    def ready(self, step):
+        """Whether the batch of `step` can be taken."""
+        if self.gate.max_lag is not None and self.policy == "drop":
+            for group in [g for g in self.buffer.finished.values() if step - g.oldest_version > self.gate.max_lag]:
+                self.buffer.drop(group, "lag")
+        if self.gate.max_lag is not None and self.policy == "wait" and any(v + self.gate.max_lag <= step for v in self.running):
+            return False                           # trained in this step or too late
+        return self.buffer.finished_count >= self.gate.required
+
+    def take(self, step):
+        return self.buffer.take(step, self.gate.required)
+
+    def trained(self, step):
+        self.buffer.trained(step)
+        self.trained_steps = step + 1
+
+    def publish(self, version):
+        self.published = version

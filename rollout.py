@@ -13,6 +13,7 @@ import json
 import os
 import time
 import uuid
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ import ray
 from transformers import AutoTokenizer
 
 from args import load_function
-from buffer import Buffer, Group, Ledger, Sample
+from buffer import Buffer, Gate, Group, Ledger, Sample, Stream
 from data import PromptRows
 from engine import EngineClient, EngineError, api_key
 from fingerprint import check_fingerprints
@@ -74,6 +75,13 @@ class RolloutManager:
             rows, ledger = PromptRows(args.prompt_data, args, self.tokenizer), Ledger(ledger_path(args))
             self.buffer = Buffer(rows, args.n_samples_per_prompt, args.seed, ledger, shuffle=args.rollout_shuffle,
                                  num_epoch=args.num_epoch, partial_rollout=args.partial_rollout)
+        self.stream = None                        # train_fully_async.py: generation never stops
+        if self.buffer and args.fully_async:
+            gate = Gate(args.groups_per_step, args.staleness_threshold, args.update_weights_interval, args.max_lag,
+                        args.num_rollout)
+            self.stream = Stream(self.buffer, gate, args.max_lag_policy)
+        self.tasks, self.failure, self.held, self.counts = set(), None, True, Counter()
+        self.news = asyncio.Event()               # something landed
         self.eval_rows = {name: PromptRows(path, args, self.tokenizer) for name, path in args.eval_sets}
         self.version = None                       # published to all engines
         self.works = {}                           # group id -> Work, of the groups in flight
@@ -121,13 +129,60 @@ class RolloutManager:
         groups = self.buffer.waiting(step)
         if groups is not None:
             return groups, {}
+        if self.stream:
+            return await self.wait_for_batch(step)
         wanted = self.args.rollout_batch_size
         counts = await self.collect(wanted)
         return (self.buffer.take(step, wanted) if self.buffer.finished_count >= wanted else None), counts
 
+    # ---- the stream of train_fully_async.py ---------------------------------------------------------------
+    def fill(self):
+        """Starts every group that may start now. Called at each event that can open the gate."""
+        for group in [] if self.held else self.stream.draw():
+            self.counts["drawn"] += 1
+            task = asyncio.create_task(self.run_group(group, self.counts))
+            self.tasks.add(task)
+            task.add_done_callback(lambda task, group=group: self.landed(task, group))
+
+    def landed(self, task, group):
+        self.tasks.discard(task)
+        self.stream.landed(group)
+        if not task.cancelled() and task.exception():
+            self.failure = self.failure or task.exception()
+        self.fill()
+        self.news.set()
+
+    async def wait_for_batch(self, step):
+        """(groups, counts) of the batch of `step` as soon as enough groups are finished, while generation goes on; (None, ...)
+        when the data have ended. An error in generation or reward since the last call is raised here."""
+        groups = self.buffer.waiting(step)
+        while groups is None:
+            if self.failure:
+                raise self.failure
+            if self.stream.ready(step):
+                groups = self.stream.take(step)
+                continue
+            self.fill()                            # a drop by lag has opened the gate
+            if not self.tasks:
+                break
+            self.give_up_when_hopeless(self.counts, self.args.groups_per_step)
+            self.news.clear()
+            await self.news.wait()
+        counts, self.counts = self.counts, Counter()
+        return groups, {f"rollout/{name}": n for name, n in counts.items()}
+
+    async def hold(self):
+        """Before a sync: nothing new starts; what runs is waited for, or with --partial-rollout aborted."""
+        self.held = True
+        if self.args.partial_rollout:
+            await self.abort(set(self.tasks))
+        while self.tasks:
+            await asyncio.wait(set(self.tasks))
+
+    # ---- a batch at a time: train_sync.py and train_async.py ----------------------------------------------
     async def collect(self, wanted):
         """Keeps groups submitted until `wanted` are finished and accepted, then aborts the rest. Surplus stays in the buffer."""
-        tasks, counts = set(), {"drawn": 0, "all_right": 0, "all_wrong": 0}
+        tasks, counts = set(), Counter()
         target = self.args.over_sampling_batch_size
         try:
             while self.buffer.finished_count < wanted:
@@ -155,7 +210,7 @@ class RolloutManager:
 
     def give_up_when_hopeless(self, counts, wanted):
         limit = self.args.max_filter_rounds * max(wanted, self.args.over_sampling_batch_size)
-        if counts["drawn"] > limit and self.buffer.finished_count < wanted:
+        if sum(n for name, n in counts.items() if name.startswith("drop")) > limit and self.buffer.finished_count < wanted:
             rest = {name: n for name, n in counts.items() if name.startswith("drop")}
             raise RuntimeError(
                 f"{counts['drawn']} groups drawn (--max-filter-rounds {self.args.max_filter_rounds:g} batches) and only "
@@ -176,8 +231,7 @@ class RolloutManager:
                 await self.reward_group(group)
             self.accept(group, counts)
         except Dropped as reason:
-            name = f"dropped_{str(reason).split(':')[0]}"
-            counts[name] = counts.get(name, 0) + 1
+            counts[f"dropped_{str(reason).split(':')[0]}"] += 1
             self.buffer.drop(group, str(reason))
         finally:
             work.load(-work.tokens)
@@ -364,7 +418,10 @@ class RolloutManager:
 
     # ---- weight sync: the engines' side of it -------------------------------------------------------------
     async def pause(self):
-        """Stops generation on every engine and empties the KV caches. What runs comes back aborted; nothing should run."""
+        """Stops generation on every engine and empties the KV caches. Nothing runs there then: a loop syncs between two
+        batches, and a stream is held first."""
+        if self.stream:
+            await self.hold()
         await gather(asyncio.to_thread(lane.client.pause) for lane in self.lanes)
         await gather(asyncio.to_thread(lane.client.flush_cache) for lane in self.lanes)
 
@@ -376,6 +433,8 @@ class RolloutManager:
                 check_fingerprints(expected, found, lane.url)
         await gather(asyncio.to_thread(lane.client.set_version, version) for lane in self.lanes)
         self.version = version
+        if self.stream:
+            self.stream.publish(version)
 
     async def resume(self):
         """Lets every engine go on, whatever the others answer; then raises what one of them answered."""
@@ -383,11 +442,19 @@ class RolloutManager:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
+        if self.stream:
+            self.held = False
+            self.fill()
 
     # ---- bookkeeping --------------------------------------------------------------------------------------
     def trained(self, step):
         """The step is in the trainers' weights."""
-        if not self.args.load_debug_rollout_data:
+        if self.args.load_debug_rollout_data:
+            return
+        if self.stream:
+            self.stream.trained(step)
+            self.fill()
+        else:
             self.buffer.trained(step)
 
     def save(self, folder, step):
@@ -407,6 +474,8 @@ class RolloutManager:
         if self.buffer:
             self.buffer.load_state(state)
             self.buffer.ledger.resume(step, state["ledger_seq"])
+        if self.stream:
+            self.stream.trained_steps = step
 
     def lane_metrics(self, seconds):
         mean = sum(lane.seconds for lane in self.lanes) / max(len(self.lanes), 1)
@@ -510,14 +579,17 @@ def make_batch(args, step, groups):
             "group_ids": [s.group_id for s in samples],
             "tokens": [np.array(s.prompt_tokens + s.response_tokens, dtype=np.int64) for s in samples],
             "response_lengths": [len(s.response_tokens) for s in samples],
-            "loss_mask": [loss_mask(args, s) for s in samples],
+            "loss_mask": [loss_mask(args, step, s) for s in samples],
             "rollout_logprobs": [np.array(s.rollout_logprobs, dtype=np.float32) for s in samples],
             "rewards": [s.reward for s in samples],
             "versions": [[list(run) for run in s.version_runs] for s in samples]}
 
 
-def loss_mask(args, sample):
+def loss_mask(args, step, sample):
     mask = np.array(sample.loss_mask, dtype=np.float32)
+    if args.fully_async and args.max_lag_policy == "mask" and args.max_lag is not None:
+        lags = np.repeat([step - version for version, _ in sample.version_runs], [count for _, count in sample.version_runs])
+        mask[lags > args.max_lag] = 0
     if args.mask_offpolicy_in_partial_rollout and len(sample.version_runs) > 1:
         mask[:-sample.version_runs[-1][1]] = 0     # only the newest version's tokens stay in the loss
     return mask

@@ -43,7 +43,7 @@ def refuse(capsys, words, script="train_async.py"):
     (dict(save_interval=3, update_weights_interval=2), "--save-interval 3 must be a multiple of --update-weights-interval 2"),
     (dict(num_rollout=None), "--num-rollout or --num-epoch"),
     (dict(num_rollout=0), "--num-rollout must be at least 1, is 0"),
-    (dict(num_rollout=None, num_epoch=1, rollout_batch_size=1000), "--num-epoch 1 x 200 rows of --prompt-data do not fill one --rollout-batch-size 1000"),
+    (dict(num_rollout=None, num_epoch=1, rollout_batch_size=1000), "--num-epoch 1 x 200 rows of --prompt-data do not fill one --rollout-batch-size 1000 x --require-batches 1"),
     (dict(rollout_top_p=0.9), "--rollout-top-p < 1 and --rollout-top-k change the engine's log-probs"),
     (dict(rollout_temperature=0), "--rollout-temperature 0.0: training needs a temperature above 0"),
     (dict(custom_rm_path="no.such"), "--custom-rm-path no.such: No module named 'no'"),
@@ -98,6 +98,19 @@ def test_sync_is_on_policy_by_construction(model, tmp_path, capsys):
     assert "needs train_async.py" in refuse(capsys, words, "train_sync.py")
     words = harness.flags(model, tmp_path, "run", max_lag=1)
     assert "--max-lag 1 needs train_async.py" in refuse(capsys, words, "train_sync.py")
+
+
+@pytest.mark.parametrize("changes, text", [
+    (dict(max_lag=1, update_weights_interval=3), "--max-lag 1 is below --update-weights-interval - 1 = 2"),
+    (dict(staleness_threshold=-0.5), "--staleness-threshold -0.5 must not be negative"),
+    (dict(partial_rollout=True), "--partial-rollout needs --staleness-threshold above 0"),
+    (dict(over_sampling_batch_size=8), "--over-sampling-batch-size: train_fully_async.py runs ahead by --staleness-threshold"),
+    (dict(require_batches=3, global_batch_size=16), "2 x --require-batches 3 = 24 samples do not divide by --global-batch-size 16"),
+])
+def test_flags_of_the_fully_async_script(changes, text, model, tmp_path, capsys):
+    assert text in refuse(capsys, harness.flags(model, tmp_path, "run", **changes), "train_fully_async.py")
+    if "staleness_threshold" in changes:
+        assert "need train_fully_async.py" in refuse(capsys, harness.flags(model, tmp_path, "run", **changes))
 
 
 def test_derived_values_and_pass_through(model, tmp_path):
