@@ -13,7 +13,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
@@ -26,21 +25,6 @@ import train_async
 import train_sync
 from args import parse_args
 from tracking import Tracker
-from trainer import TrainWorker
-
-
-class PaddedWorker(TrainWorker):
-    """A training rank whose step takes one unit, most of it asleep: two cores are few for an honest load."""
-    unit = None
-
-    def set_unit(self, unit):
-        self.unit = unit
-
-    def train(self, step, batch):
-        started = time.time()
-        metrics = super().train(step, batch)
-        time.sleep(max(0.0, started + self.unit - time.time()))
-        return {**metrics, "perf/train_time": time.time() - started}
 
 
 def main():
@@ -54,10 +38,9 @@ def main():
         engines = []
         try:
             args = parse_args(harness.flags(harness.make_model(folder), folder, "bench", [servers[0][1]], num_rollout=1))
-            placement.TrainWorker = PaddedWorker
+            placement.TrainWorker = harness.padded_worker(options.unit)
             placement.start_ray(args)
             trainers, rollout = placement.launch(args, engines)
-            placement.ray.get([trainer.set_unit.remote(options.unit) for trainer in trainers])
             measure(args, trainers, rollout, options)
         finally:
             placement.stop(engines)

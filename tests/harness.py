@@ -38,6 +38,20 @@ def make_model(folder, rows=200, seed=0):
     return folder
 
 
+def padded_worker(seconds):
+    """A class for training ranks whose step takes so long, most of it asleep: two cores are few for an honest load."""
+    from trainer import TrainWorker
+
+    class PaddedWorker(TrainWorker):
+        def train(self, step, batch):
+            started = time.time()
+            metrics = super().train(step, batch)
+            time.sleep(max(0.0, started + seconds - time.time()))
+            return {**metrics, "perf/train_time": time.time() - started}
+
+    return PaddedWorker
+
+
 def flags(model, output_dir, run_name, urls=(), **changes):
     """The command line of a small run; changes={flag: value}, value True for a switch, None to leave a flag out."""
     values = {"hf_checkpoint": model, "prompt_data": os.path.join(model, "train.jsonl"), "output_dir": str(output_dir),
