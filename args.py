@@ -306,6 +306,8 @@ def check_script(args, script):
         if args.max_lag == 0 and k > 1:
             raise ValueError(f"--max-lag 0 is below --update-weights-interval - 1 = {k - 1}")
         return
+    if args.debug_rollout_only:
+        raise ValueError("--debug-rollout-only needs train_sync.py or train_async.py: a stream goes on only as fast as it is trained on")
     if args.staleness_threshold < 0:
         raise ValueError(f"--staleness-threshold {args.staleness_threshold} must not be negative")
     if args.over_sampling_batch_size:

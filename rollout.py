@@ -76,7 +76,7 @@ class RolloutManager:
             self.buffer = Buffer(rows, args.n_samples_per_prompt, args.seed, ledger, shuffle=args.rollout_shuffle,
                                  num_epoch=args.num_epoch, partial_rollout=args.partial_rollout)
         self.stream = None                        # train_fully_async.py: generation never stops
-        if self.buffer and args.fully_async:
+        if self.buffer and args.fully_async and not args.load_debug_rollout_data:
             gate = Gate(args.groups_per_step, args.staleness_threshold, args.update_weights_interval, args.max_lag,
                         args.num_rollout)
             self.stream = Stream(self.buffer, gate, args.max_lag_policy)

@@ -41,17 +41,19 @@ def weights(out, name, step):
 
 @pytest.mark.contract
 def test_lags_and_equivalence_of_the_scripts(model, engine, tmp_path):
-    """train_sync.py: lag 0 everywhere. train_async.py: 0, then exactly 1. With --max-lag 0 it is train_sync.py, bitwise.
+    """train_sync.py: lag 0 everywhere. train_async.py: 0, then exactly 1. With --max-lag 0 it is train_sync.py, bitwise; so
+    is train_fully_async.py with threshold 0, which must be on-policy to its last token.
     --update-weights-interval 2: lags 1..2 after batch 0. All read from the samples' own versions."""
     urls = engine(2)
     saved = str(tmp_path / "{name}" / "{{step}}.jsonl")
     for script, name, changes in (("train_sync.py", "sync", {}), ("train_async.py", "async", {}),
                                   ("train_async.py", "lag0", {"max_lag": 0}),
-                                  ("train_async.py", "k2", {"update_weights_interval": 2})):
+                                  ("train_async.py", "k2", {"update_weights_interval": 2}),
+                                  ("train_fully_async.py", "stream", {})):
         harness.succeed(script, harness.flags(model, tmp_path, name, urls, save_interval=6, **changes,
                                               save_debug_rollout_data=saved.format(name=name)))
     lags = {}
-    for name in ("sync", "async", "lag0", "k2"):
+    for name in ("sync", "async", "lag0", "k2", "stream"):
         lags[name] = []
         for step in range(6):
             groups = harness.read_jsonl(tmp_path / name / f"{step}.jsonl")
@@ -60,10 +62,11 @@ def test_lags_and_equivalence_of_the_scripts(model, engine, tmp_path):
         rows = harness.metrics(tmp_path, name)
         assert [row["step"] for row in rows] == list(range(6))
         assert [[row["staleness/min"], row["staleness/max"]] for row in rows] == [[lag[0], lag[-1]] for lag in lags[name]]
-    assert lags["sync"] == lags["lag0"] == [[0]] * 6
+    assert lags["sync"] == lags["lag0"] == lags["stream"] == [[0]] * 6
     assert lags["async"] == [[0]] + [[1]] * 5
     assert lags["k2"] == [[0], [1], [2], [1], [2], [1]]      # version 2 is published at step 2 and makes batches 3 and 4
     assert harness.same_bits(weights(tmp_path, "sync", 6), weights(tmp_path, "lag0", 6))
+    assert harness.same_bits(weights(tmp_path, "sync", 6), weights(tmp_path, "stream", 6))
     assert not harness.same_bits(weights(tmp_path, "sync", 6)["model"], weights(tmp_path, "async", 6)["model"])
 
 
@@ -74,7 +77,7 @@ def happens(out, name, event, **fields):
     return lambda: any(r["event"] == event and all(r[k] == v for k, v in fields.items()) for r in harness.read_jsonl(path)[before:])
 
 
-MOMENTS = {"trained 3": dict(event="trained", step=3), "saving 4": dict(event="save", step=4), "saving 6": dict(event="save", step=6),
+MOMENTS = {"trained 3": dict(event="trained", step=3), "trained 7": dict(event="trained", step=7), "saving 4": dict(event="save", step=4), "saving 6": dict(event="save", step=6),
            "generating 6": dict(event="draw", group=6 * 4 + 1), "generating 8": dict(event="draw", group=8 * 4 + 1)}
 
 
@@ -107,6 +110,27 @@ def test_kill_and_resume_is_exact(script, hows, model, engine, tmp_path):
     rows = harness.metrics(tmp_path, "cut")
     assert [row["step"] for row in rows] == list(range(9))
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in harness.metrics(tmp_path, "whole")]
+
+
+@pytest.mark.contract
+def test_kill_and_resume_of_the_stream(model, engine, tmp_path):
+    """Fully asynchronous with partial rollout, killed three times with groups in flight, one of them in a save: in the
+    surviving line every prompt is trained once and none is left over, and no sample is older than --max-lag."""
+    urls = engine(1, lengths="3:1,1:10", unit_seconds=0.05, budget=24)
+    settings = dict(num_rollout=10, save_interval=2, staleness_threshold=1.0, partial_rollout=True, max_lag=2,
+                    rollout_max_response_len=24)
+    path, load = str(tmp_path / "cut" / "ledger.jsonl"), {}
+    for moment in ("trained 3", "saving 4", "trained 7"):
+        condition = happens(tmp_path, "cut", **MOMENTS[moment])
+        process = harness.start("train_fully_async.py", harness.flags(model, tmp_path, "cut", urls, **settings, **load))
+        harness.interrupt(process, condition, signal.SIGKILL)
+        load = {"load": str(tmp_path / "cut")}
+    harness.succeed("train_fully_async.py", harness.flags(model, tmp_path, "cut", urls, **settings, **load))
+    outcomes = Ledger.outcomes(path)
+    assert sorted(outcomes) == list(range(40)) and {group["outcome"] for group in outcomes.values()} == {"trained"}
+    rows = harness.metrics(tmp_path, "cut")
+    assert [row["step"] for row in rows] == list(range(10)) and max(row["staleness/max"] for row in rows) <= 2
+    assert any(row["staleness/max"] > 0 for row in rows), "nothing ran ahead: the test shows nothing"
 
 
 @pytest.mark.contract
