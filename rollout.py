@@ -164,12 +164,16 @@ class RolloutManager:
                 continue
             self.fill()                            # a drop by lag has opened the gate
             if not self.tasks:
+                if not self.buffer.exhausted:      # cannot be: a dropped group opens the gate
+                    raise RuntimeError(f"step {step}: nothing runs, {self.buffer.finished_count} of {self.args.groups_per_step} "
+                                       f"groups are finished and the gate is closed")
                 break
             self.give_up_when_hopeless(self.counts, self.args.groups_per_step)
             self.news.clear()
             await self.news.wait()
-        counts, self.counts = self.counts, Counter()
-        return groups, {f"rollout/{name}": n for name, n in counts.items()}
+        counts = {f"rollout/{name}": n for name, n in self.counts.items()}
+        self.counts.clear()                        # in place: groups on their way count into it
+        return groups, counts
 
     async def hold(self):
         """Before a sync: nothing new starts; what runs is waited for, or with --partial-rollout aborted."""
