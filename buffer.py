@@ -23,6 +23,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 
 FLAT_LISTS = ("prompt_tokens", "response_tokens", "loss_mask", "rollout_logprobs")
 
@@ -333,6 +334,16 @@ class Buffer:
             self._land(group)
         self.ledger.write("drop", group=group.group_id, reason=reason, tokens=group.response_length)
 
+    def drop_older(self, version, reason):
+        """Drops the finished groups with a token older than `version`. Returns how many."""
+        count = 0
+        while self.by_age and self.by_age[0][0] < version:
+            group = self.finished.get(heapq.heappop(self.by_age)[1])
+            if group is not None:                  # else it was dropped meanwhile
+                self.drop(group, reason)
+                count += 1
+        return count
+
     def take(self, step, k):
         """k finished groups become the batch of `step`: oldest version first (its deadline is the nearest), then lowest
         id, so that the batch does not depend on whose answer came first."""
@@ -425,14 +436,18 @@ class Gate:
     max_lag: int | None = None                     # L: no group may wait longer; None: no such bound
     num_rollout: int | None = None                 # the last step: nothing is generated past it
 
+    @cached_property
+    def credits(self):
+        """floor(required x (1 + threshold) x k), exactly: 100 x 1.15 is 115."""
+        return math.floor(self.required * (1 + Fraction(str(self.staleness_threshold))) * self.update_weights_interval)
+
     def bound(self, published):
         """The most groups that may be trained + outstanding while version `published` (= steps trained by it) is out.
 
-        Credits: floor(required x (1 + threshold) x k) from the sync on, exactly (100 x 1.15 is 115). The lag's gate is
-        that of AReaL (arXiv 2505.24298, eq. 3) made strict: (L + published + 1) x required.
+        So many credits from each sync on; and the lag's gate, that of AReaL (arXiv 2505.24298, eq. 3) made strict:
+        (L + published + 1) x required.
         """
-        credits = self.required * (1 + Fraction(str(self.staleness_threshold))) * self.update_weights_interval
-        bounds = [published * self.required + math.floor(credits)]
+        bounds = [published * self.required + self.credits]
         if self.max_lag is not None:
             bounds.append((self.max_lag + published + 1) * self.required)
         if self.num_rollout is not None:
@@ -451,15 +466,17 @@ class Stream:
 
     def __init__(self, buffer, gate, policy="wait", trained_steps=0):
         self.buffer, self.gate, self.policy = buffer, gate, policy
+        self.admission = gate if policy == "wait" else replace(gate, max_lag=None)    # the other policies act at consumption
         self.trained_steps = self.published = trained_steps
         self.running = Counter()                   # oldest version -> groups in flight: whose deadline comes first
         self.born = {}                             # group id -> its entry in `running`
+        self.dropped_by_lag = 0                    # groups, since the start
 
     def draw(self):
         """Groups that may start now. Unfinished ones always may: they are counted already."""
-        gate = self.gate if self.policy == "wait" else replace(self.gate, max_lag=None)
         used = self.trained_steps * self.gate.required + self.buffer.outstanding
-        groups = self.buffer.draw(len(self.buffer.unfinished) + max(0, gate.bound(self.published) - used))
+        room = self.admission.bound(self.published) - used
+        groups = self.buffer.draw(len(self.buffer.unfinished) + max(0, room))
         for group in groups:
             self.born[group.group_id] = self.published if group.oldest_version is None else group.oldest_version
             self.running[self.born[group.group_id]] += 1
@@ -475,8 +492,7 @@ class Stream:
     def ready(self, step):
         """Whether the batch of `step` can be taken."""
         if self.gate.max_lag is not None and self.policy == "drop":
-            for group in [g for g in self.buffer.finished.values() if step - g.oldest_version > self.gate.max_lag]:
-                self.buffer.drop(group, "lag")
+            self.dropped_by_lag += self.buffer.drop_older(step - self.gate.max_lag, "lag")
         if self.gate.max_lag is not None and self.policy == "wait" and any(v + self.gate.max_lag <= step for v in self.running):
             return False                           # trained in this step or too late
         return self.buffer.finished_count >= self.gate.required

@@ -172,6 +172,7 @@ class RolloutManager:
             self.news.clear()
             await self.news.wait()
         counts = {f"rollout/{name}": n for name, n in self.counts.items()}
+        counts["rollout/dropped_by_lag"] = self.stream.dropped_by_lag
         self.counts.clear()                        # in place: groups on their way count into it
         return groups, counts
 

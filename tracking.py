@@ -120,7 +120,8 @@ class Tracker:
 def advice(rows):
     """What `wait_prev_gen` says about the split of GPUs."""
     rows = rows[1:] or rows
-    wait = statistics.fmean(row["perf/wait_prev_gen"] for row in rows)
+    # a stream without partial rollout waits for what runs at the sync, not at the batch
+    wait = statistics.fmean(row["perf/wait_prev_gen"] + row.get("sync/pause_time", 0.0) for row in rows)
     step = statistics.fmean(row["perf/step_time"] for row in rows)
     longest = statistics.fmean(row["rollout/response_len_max"] for row in rows)
     length = statistics.fmean(row["rollout/response_len"] for row in rows)
