@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import os
+import sys
 import time
 
 from data import load_rows
@@ -31,6 +32,7 @@ def parse_args(argv=None, script="train_async.py"):
     try:
         args.sglang_args = split_sglang(rest)   # derived
         check_sizes(args)
+        check_ranges(args)
         check_script(args, script)
         derive(args, script)
         check(args)
@@ -290,6 +292,21 @@ def check_sizes(args):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, is {getattr(args, name)}")
 
 
+def check_ranges(args):
+    """Bounds of the numbers that are not counts; nan fails them all."""
+    ranges = {"lr": (0, 10), "min_lr": (0, 10), "weight_decay": (0, 10), "adam_beta1": (0, 1), "adam_beta2": (0, 1),
+              "adam_eps": (0, 1), "clip_grad": (0, math.inf), "eps_clip": (0, 1), "eps_clip_high": (0, 100),
+              "rollout_temperature": (0, 100), "eval_temperature": (0, 100), "rollout_top_p": (0, 1), "kl_coef": (0, 100),
+              "kl_loss_coef": (0, 100), "entropy_coef": (-10, 10), "lr_warmup_iters": (0, math.inf), "max_lag": (0, math.inf),
+              "staleness_threshold": (0, 1000), "sglang_port": (1, 65535), "rollout_max_prompt_len": (1, math.inf),
+              "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf)}
+    limits = ("engine_start_timeout", "distributed_timeout", "generate_timeout", "reward_timeout", "update_weight_timeout")
+    for name, (low, high) in (ranges | dict.fromkeys(limits, (0.001, 10 ** 9))).items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be between {low} and {high}")
+
+
 def check_script(args, script):
     """Flags that belong to one of the scripts, and how far they go together."""
     k = args.update_weights_interval
@@ -308,8 +325,6 @@ def check_script(args, script):
         return
     if args.debug_rollout_only:
         raise ValueError("--debug-rollout-only needs train_sync.py or train_async.py: a stream goes on only as fast as it is trained on")
-    if args.staleness_threshold < 0:
-        raise ValueError(f"--staleness-threshold {args.staleness_threshold} must not be negative")
     if args.over_sampling_batch_size:
         raise ValueError("--over-sampling-batch-size: train_fully_async.py runs ahead by --staleness-threshold instead")
     if args.partial_rollout and not args.staleness_threshold:
@@ -403,8 +418,8 @@ def check_combinations(args):
     if processed and not args.allow_processed_logprobs:
         raise ValueError("--rollout-top-p < 1 and --rollout-top-k change the engine's log-probs so that the trainer's cannot "
                          "match them; leave them out or accept that by --allow-processed-logprobs")
-    if args.rollout_temperature <= 0:
-        raise ValueError(f"--rollout-temperature {args.rollout_temperature}: training needs a temperature above 0")
+    if args.rollout_temperature == 0:
+        raise ValueError("--rollout-temperature 0.0: training needs a temperature above 0")
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         raise ValueError(f"--eps-clip-c {args.eps_clip_c} must be above 1")
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
@@ -415,6 +430,10 @@ def check_combinations(args):
         raise ValueError("--debug-train-only starts no engine: leave --eval-interval and --eval-only out")
     if args.debug_train_only and args.debug_rollout_only:
         raise ValueError("--debug-train-only and --debug-rollout-only exclude each other")
+    if args.kl_loss_coef and not args.use_kl_loss:
+        raise ValueError("--kl-loss-coef needs --use-kl-loss")
+    if args.n_samples_per_prompt == 1 and args.advantage_estimator == "grpo" and not args.debug_rollout_only:
+        print("warning: --n-samples-per-prompt 1 gives every group the advantage 0: nothing is learned", file=sys.stderr)
     if args.use_kl_loss and not args.kl_loss_coef:
         raise ValueError("--use-kl-loss needs --kl-loss-coef")
     if args.bf16 and args.device == "cpu":
@@ -450,6 +469,8 @@ def check_hooks(args):
 def load_function(path, flag, count):
     """'module.function' -> the function. ValueError if it cannot be imported or does not take `count` arguments."""
     module, _, name = path.rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())     # a script's own folder is there already, the user's is not
     try:
         function = getattr(importlib.import_module(module), name)
         inspect.signature(function).bind(*[None] * count)
@@ -466,8 +487,9 @@ def check_folders(args):
     if args.load and not os.path.isdir(args.save):
         raise ValueError(f"--load {args.load}: there is no checkpoint in {args.save}")
     if not args.load and os.path.exists(os.path.join(args.run_dir, "ledger.jsonl")):
-        raise ValueError(f"{args.run_dir} holds a run already: choose another --run-name, or go on with "
-                         f"--load {args.run_dir}")
+        saved = glob.glob(os.path.join(args.save, "step_*", "meta.json"))
+        raise ValueError(f"{args.run_dir} holds a run already: choose another --run-name"
+                         + (f", or go on with --load {args.run_dir}" if saved else ""))
     if args.save_hf and os.path.exists(args.save_hf):
         raise ValueError(f"--save-hf {args.save_hf} is there already")
     os.makedirs(args.run_dir, exist_ok=True)

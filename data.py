@@ -24,7 +24,7 @@ class PromptRows:
         if args.apply_chat_template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        if not isinstance(prompt, str) or not prompt:
+        if not isinstance(prompt, str):            # an empty text is dropped when it is drawn, and counted
             raise ValueError(f"--prompt-data: row {i} has no text in column {args.input_key!r} (it holds {str(prompt)[:60]!r}); "
                              f"lists of messages need --apply-chat-template")
         return {"prompt": prompt,

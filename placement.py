@@ -3,6 +3,8 @@
 Training and rollout GPUs are disjoint because each actor reserves its own in Ray; that is checked here, not hoped for.
 """
 
+import contextlib
+import fcntl
 import os
 import signal
 import sys
@@ -30,8 +32,12 @@ def run(train, args):
     end = lambda *_: sys.exit(143)
     signal.signal(signal.SIGTERM, end)                         # so that `finally` below is reached
     engines, tracker, status = [], None, 0
+    lock = take_folder(args)
     try:
         step, folder = checkpoint.latest(args) if args.load else (0, None)
+        if args.load and step >= (args.num_rollout or 0) and not (args.eval_only or args.save_hf):
+            raise ValueError(f"--load {args.load}: the checkpoint has {step} steps already, so --num-rollout {args.num_rollout} "
+                             f"leaves nothing to do")
         start_ray(args)
         signal.signal(signal.SIGTERM, end)                     # Ray has put its own handler there
         trainers, rollout = launch(args, engines)
@@ -40,20 +46,37 @@ def run(train, args):
         tracker = Tracker(args, step)
         trained = step if args.eval_only else train(args, trainers, rollout, tracker, step)
         finish(args, trained, trainers, rollout, tracker, save=trained > step)
-    except KeyboardInterrupt:
-        status = 130
-    except SystemExit as error:
-        status = error.code
+    except (KeyboardInterrupt, SystemExit) as error:
+        status = 130 if isinstance(error, KeyboardInterrupt) else error.code
+        close(tracker)
+        print(f"interrupted: stopping; --load {args.run_dir} goes on from the last checkpoint, if one was saved", file=sys.stderr)
     except Exception as error:
         status = 1
-        if tracker:
-            tracker.bar.close()                                # else it would write over the message
-        report(error, args)
+        close(tracker)
+        report(error, args, engines)
     finally:
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, signal.SIG_IGN)                # a second Ctrl-C must not cut the cleaning short
         stop(engines)
+    lock.close()
     sys.exit(status)
+
+
+def take_folder(args):
+    """A lock on the run's folder, held while this process lives and freed even by kill -9: two runs would mix their files."""
+    try:
+        lock = open(os.path.join(args.run_dir, ".lock"), "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"error: another process is writing to {args.run_dir}: choose another --run-name")
+    except OSError as error:
+        sys.exit(f"error: --output-dir, --run-name: {error}")
+    return lock
+
+
+def close(tracker):
+    if tracker:
+        tracker.bar.close()               # else the bar would write over what is said now
 
 
 def finish(args, step, trainers, rollout, tracker, save):
@@ -70,14 +93,23 @@ def finish(args, step, trainers, rollout, tracker, save):
     tracker.summary()
 
 
-def report(error, args):
-    """The whole trace goes to a file, the cause in one line to the terminal."""
+def report(error, args, engines):
+    """The whole trace goes to a file, the cause in one line to the terminal, behind what is known of servers that died."""
+    for rank, engine in enumerate(engines):
+        with contextlib.suppress(Exception):                   # an actor that is gone as well has nothing to say
+            if reason := ray.get(engine.died.remote(), timeout=5):
+                print(f"engine {rank}: {reason.splitlines()[0]} (log: {args.run_dir}/logs)", file=sys.stderr)
     remote = isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None
     cause = error.cause if remote else error
     path = os.path.join(args.run_dir, "logs", "error.txt")
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "w") as f:
-        f.write(str(error) + "\n" + "".join(traceback.format_exception(error)))
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w") as f:
+            f.write(str(error) + "\n" + "".join(traceback.format_exception(error)))
+    except OSError as problem:            # a full disk may be what this is about
+        path = f"not written: {problem}"
+    if isinstance(cause, ray.exceptions.RayActorError):        # Ray's paragraphs; the reason is their last line
+        cause = RuntimeError([line for line in str(cause).splitlines() if line.strip()][-1].strip())
     named = isinstance(cause, EngineError) or isinstance(cause, ValueError) and not remote   # says all by itself
     kind = "" if named else f"{type(cause).__name__}: "
     print(f"error: {kind}{cause}   (trace: {path})", file=sys.stderr, flush=True)

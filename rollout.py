@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import math
 import os
 import time
 import uuid
@@ -80,6 +81,7 @@ class RolloutManager:
             gate = Gate(args.groups_per_step, args.staleness_threshold, args.update_weights_interval, args.max_lag,
                         args.num_rollout)
             self.stream = Stream(self.buffer, gate, args.max_lag_policy)
+        self.last_drop = None                     # the reason, for the message of a run that gives up
         self.tasks, self.failure, self.held, self.counts = set(), None, True, Counter()
         self.news = asyncio.Event()               # something landed
         self.eval_rows = {name: PromptRows(path, args, self.tokenizer) for name, path in args.eval_sets}
@@ -220,8 +222,8 @@ class RolloutManager:
             raise RuntimeError(
                 f"{counts['drawn']} groups drawn (--max-filter-rounds {self.args.max_filter_rounds:g} batches) and only "
                 f"{self.buffer.finished_count} of {wanted} accepted: {counts['all_right']} were all right, "
-                f"{counts['all_wrong']} all wrong, dropped: {rest or 'none'}. Take easier or harder prompts, or more samples "
-                f"per prompt.")
+                f"{counts['all_wrong']} all wrong, {rest}; the last one: {self.last_drop}. "
+                + ("Take easier or harder prompts, or more samples per prompt." if counts["all_right"] + counts["all_wrong"] else ""))
 
     async def run_group(self, group, counts):
         """Generates and rewards one group, then puts it where it belongs: finished, dropped, or back into the buffer."""
@@ -237,6 +239,7 @@ class RolloutManager:
             self.accept(group, counts)
         except Dropped as reason:
             counts[f"dropped_{str(reason).split(':')[0]}"] += 1
+            self.last_drop = str(reason)
             self.buffer.drop(group, str(reason))
         finally:
             work.load(-work.tokens)
@@ -255,7 +258,7 @@ class RolloutManager:
     def accept(self, group, counts):
         """The filter looks at the task's rewards; what passes waits in the buffer for a batch."""
         rewards = [sample.reward for sample in group.samples]
-        verdict = True if self.keep_group is None else self.keep_group(self.args, group.samples)
+        verdict = True if self.keep_group is None else no_exit(self.keep_group, self.args, group.samples)
         if not isinstance(verdict, str) and verdict:        # numpy's and torch's truths, too
             return self.buffer.finish(group)
         if min(rewards) == max(rewards):
@@ -288,7 +291,7 @@ class RolloutManager:
             await self.run_turns(work, sample, self.args.rollout_temperature, self.args.rollout_max_response_len)
         work.load(-self.cost(sample))
         if sample.status != "pending" and not self.args.group_rm:
-            sample.reward = float(await self.call_reward(sample))
+            sample.reward = self.checked(await self.call_reward(sample), sample)
 
     async def run_turns(self, work, sample, temperature, max_response_len):
         """One call of the generate function, which may ask the engine several times. The sample ends as its last turn did;
@@ -301,7 +304,7 @@ class RolloutManager:
             return status
 
         try:
-            await asyncio.wait_for(self.generate_sample(self.args, sample, generate), self.sample_limit)
+            await asyncio.wait_for(no_exit_async(self.generate_sample(self.args, sample, generate)), self.sample_limit)
         except Aborted:
             return
         except asyncio.TimeoutError:
@@ -379,9 +382,9 @@ class RolloutManager:
         for _ in range(args.max_sample_retries):
             try:
                 if inspect.iscoroutinefunction(self.reward):
-                    return await asyncio.wait_for(self.reward(args, target), args.reward_timeout)
+                    return await asyncio.wait_for(no_exit_async(self.reward(args, target)), args.reward_timeout)
                 async with self.reward_slots:
-                    call = asyncio.get_running_loop().run_in_executor(self.threads, self.reward, args, target)
+                    call = asyncio.get_running_loop().run_in_executor(self.threads, no_exit, self.reward, args, target)
                     return await asyncio.wait_for(call, args.reward_timeout)
             except asyncio.TimeoutError:
                 problem = f"took longer than --reward-timeout {args.reward_timeout:g} s"
@@ -394,7 +397,18 @@ class RolloutManager:
         if len(rewards) != len(group.samples):
             raise ValueError(f"--group-rm: {len(rewards)} rewards for {len(group.samples)} samples")
         for sample, reward in zip(group.samples, rewards):
-            sample.reward = float(reward)
+            sample.reward = self.checked(reward, sample)
+
+    def checked(self, reward, sample):
+        """The reward as a finite float, or a ValueError that says whose it was."""
+        try:
+            value = float(reward)
+        except (TypeError, ValueError):
+            value = math.nan
+        if not math.isfinite(value):
+            raise ValueError(f"{self.args.custom_rm_path or self.args.rm_type} returned {reward!r} for {sample.name}: a reward "
+                             f"must be a finite number")
+        return value
 
     # ---- evaluation ---------------------------------------------------------------------------------------
     async def evaluate(self):
@@ -419,7 +433,7 @@ class RolloutManager:
             raise RuntimeError(f"evaluation, row {sample.row}: {reason}") from None
         finally:
             work.load(-work.tokens)
-        sample.reward = float(reward[0] if args.group_rm else reward)
+        sample.reward = self.checked(reward[0] if args.group_rm else reward, sample)
 
     # ---- weight sync: the engines' side of it -------------------------------------------------------------
     async def pause(self):
@@ -534,6 +548,21 @@ def busy(work, rid):
         lane.requests -= 1
         if lane.requests == 0:
             lane.seconds += time.time() - lane.since
+
+
+def no_exit(function, *arguments):
+    """Calls a user's function. Its sys.exit() must become an error of the run, not the silent end of this process's loop."""
+    try:
+        return function(*arguments)
+    except SystemExit as error:
+        raise RuntimeError(f"{function.__module__}.{function.__qualname__} called exit({error})") from None
+
+
+async def no_exit_async(coroutine):
+    try:
+        return await coroutine
+    except SystemExit as error:
+        raise RuntimeError(f"{coroutine.__qualname__} called exit({error})") from None
 
 
 async def plain_generate(args, sample, generate):

@@ -1,5 +1,6 @@
 """Whole runs of the entry scripts, real Ray and real Megatron, with the scripted engine in SGLang's place."""
 
+import fcntl
 import os
 import re
 import signal
@@ -256,6 +257,20 @@ def test_a_sync_that_fails_names_the_engine_and_leaves_none_paused(order, text, 
     said = [line for line in output.splitlines() if "error: " in line]
     assert status == 1 and f"engine {bad}" in said[-1] and text in said[-1] and time.time() - started < 90
     assert not any(requests.get(f"{url}/script", timeout=10).json()["paused"] for url in (good, bad))
+
+
+def test_two_runs_do_not_share_a_folder(model, tmp_path):
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        status, output = harness.run("train_sync.py", harness.flags(model, tmp_path, "run"))
+    assert status == 1 and "error: another process is writing to" in output
+
+
+def test_a_resume_with_nothing_left_to_do_says_so(model, engine, tmp_path):
+    harness.succeed("train_sync.py", harness.flags(model, tmp_path, "run", engine(1), num_rollout=2, save_interval=1))
+    status, output = harness.run("train_sync.py", harness.flags(model, tmp_path, "run", load=str(tmp_path / "run"), num_rollout=2))
+    assert status == 1 and "the checkpoint has 2 steps already, so --num-rollout 2 leaves nothing to do" in output
 
 
 def test_an_error_in_the_reward_ends_the_run_with_its_cause(model, engine, tmp_path):

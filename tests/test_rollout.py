@@ -1,6 +1,7 @@
 """The rollout manager against engines that misbehave on order. It runs in this process: no Ray is needed."""
 
 import asyncio
+import sys
 import time
 
 import numpy as np
@@ -281,6 +282,42 @@ def test_a_reward_service_that_is_away_is_asked_again_then_drops_the_group(make)
         run(manager.next_groups(0), manager)
     assert drops(manager)[0] == "error: the reward failed: ConnectionRefusedError: the checker is away, 2 times"
     assert calls.count("sample 0 of group 0") == 2
+
+
+def exiting_reward(args, sample):
+    sys.exit(3)
+
+
+async def exiting_async_reward(args, sample):
+    sys.exit(4)
+
+
+def nan_reward(args, sample):
+    return float("nan")
+
+
+def none_reward(args, sample):
+    return None
+
+
+@pytest.mark.parametrize("name, error, text", [
+    ("exiting_reward", RuntimeError, r"exiting_reward called exit\(3\)"),
+    ("exiting_async_reward", RuntimeError, r"exiting_async_reward called exit\(4\)"),
+    ("nan_reward", ValueError, r"test_rollout.nan_reward returned nan for sample \d of group \d: a reward must be a finite number"),
+    ("none_reward", ValueError, "test_rollout.none_reward returned None"),
+])
+def test_a_faulty_reward_ends_the_run_and_is_named(name, error, text, make):
+    manager = make({}, custom_rm_path=f"test_rollout.{name}")
+    with pytest.raises(error, match=text):
+        run(manager.next_groups(0), manager)
+
+
+def test_an_empty_prompt_is_dropped_and_counted(make, model, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "", "label": "1"}\n' + '{"prompt": "1+1=", "label": "2"}\n' * 7)
+    manager = make({}, prompt_data=str(tmp_path / "data.jsonl"), rollout_shuffle=None)
+    manager.buffer.shuffle = False
+    groups, counts = run(manager.next_groups(0), manager)
+    assert [g.group_id for g in groups] == [1, 2, 3, 4] and drops(manager) == ["prompt_empty"]
 
 
 # ---- turns ------------------------------------------------------------------------------------------------
