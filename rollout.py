@@ -139,8 +139,14 @@ class RolloutManager:
 
     # ---- the stream of train_fully_async.py ---------------------------------------------------------------
     def fill(self):
-        """Starts every group that may start now. Called at each event that can open the gate."""
-        for group in [] if self.held else self.stream.draw():
+        """Starts every group that may start now. Called at each event that can open the gate, also from callbacks, where an
+        exception (a row of the data that cannot be read) would be lost: the next wait raises it."""
+        groups = []
+        try:
+            groups = [] if self.held else self.stream.draw()
+        except Exception as error:
+            self.failure = self.failure or error
+        for group in groups:
             self.counts["drawn"] += 1
             task = asyncio.create_task(self.run_group(group, self.counts))
             self.tasks.add(task)
@@ -157,7 +163,7 @@ class RolloutManager:
     async def wait_for_batch(self, step):
         """(groups, counts) of the batch of `step` as soon as enough groups are finished, while generation goes on; (None, ...)
         when the data have ended. An error in generation or reward since the last call is raised here."""
-        groups = self.buffer.waiting(step)
+        groups = None
         while groups is None:
             if self.failure:
                 raise self.failure
@@ -497,6 +503,11 @@ class RolloutManager:
             self.stream.trained_steps = step
 
     def lane_metrics(self, seconds):
+        """Time that the engines had something to do since the last call, as a mean over them."""
+        for lane in self.lanes:
+            if lane.requests:                      # a stream's engine may never be without a request
+                now = time.time()
+                lane.seconds, lane.since = lane.seconds + now - lane.since, now
         mean = sum(lane.seconds for lane in self.lanes) / max(len(self.lanes), 1)
         for lane in self.lanes:
             lane.seconds = 0.0
