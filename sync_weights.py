@@ -57,16 +57,24 @@ class WeightSender:
         self.timeout = args.update_weight_timeout
 
     def join(self, urls, name):
-        """Forms a group for each stage with the engines at `urls`, one stage after the other: gloo builds a group in one go,
-        and two sources that met the engines in different orders would wait for each other."""
+        """Forms a group for each stage with the engines at `urls`."""
+        self.in_turn(lambda: self.join_stage(urls, name))
+
+    def in_turn(self, action):
+        """Runs action() on this rank when its stage's turn has come, and returns its result. One stage after the other: two
+        sources at once could meet the engines in different orders and wait for each other for ever."""
+        result = None
         for stage in range(mpu.get_pipeline_model_parallel_world_size()):
-            if stage == mpu.get_pipeline_model_parallel_rank() and self.source and urls:
-                self.join_stage(urls, name)
+            if stage == mpu.get_pipeline_model_parallel_rank():
+                result = action()
             dist.barrier()
+        return result
 
     def join_stage(self, urls, name):
         """This rank is rank 0 of the group, engine i has tp ranks from 1 + i x tp. EngineError names the engine that refused
         or was not there in time."""
+        if not (self.source and urls):
+            return
         tp = self.args.rollout_num_gpus_per_engine
         self.clients = [EngineClient(url, api_key(self.args), self.timeout) for url in urls]
         self.name = f"{name}-stage{mpu.get_pipeline_model_parallel_rank()}"
@@ -86,16 +94,12 @@ class WeightSender:
 
     def send(self):
         """Sends this rank's stage in its turn. Sources return {"expected": {name: (shape, fingerprint)}, "bytes": n}."""
-        result = None
-        for stage in range(mpu.get_pipeline_model_parallel_world_size()):
-            # One stage after the other: two sources at once could meet the engines in different orders and wait for ever.
-            if stage == mpu.get_pipeline_model_parallel_rank() and self.gathers:
-                result = self.send_stage()
-            dist.barrier()
-        return result
+        return self.in_turn(self.send_stage)
 
     def send_stage(self):
         """Gathering and flattening bucket i + 1 overlaps the broadcast of bucket i: there are two buffers."""
+        if not self.gathers:
+            return None
         tensors = weight_map.hf_tensors(self.ddp, self.hf)
         if not (self.source and self.clients):
             for _ in tensors:      # takes part in gathering
