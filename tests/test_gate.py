@@ -359,7 +359,8 @@ def test_the_record_of_one_mode_predicts_the_others(tmp_path):
     rows = [{"rollout/tokens": sum(step["lags"].values()), "perf/train_time": step["train"], "sync/time": step["sync"],
              "sync/pause_time": 0.0, "perf/wait_prev_gen": step["wait"], "perf/step_time": step["time"], "staleness/mean": 0,
              "staleness/max": 0} for step in simulate("sync", **truth, watch=keep).steps]
-    args = {**ARGS, "script": "train_sync.py", "groups_per_step": 4, "over_sampling_batch_size": 4, "sglang_server_concurrency": 4}
+    args = {**ARGS, "script": "train_sync.py", "groups_per_step": 4, "over_sampling_batch_size": 4, "staleness_threshold": 0.0,
+            "sglang_server_concurrency": 4}
     folder = write_run(tmp_path, args, rows, records)
     for mode, flags in (("sync", []), ("one_step_off", []), ("fully_async", ["--staleness-threshold", "1"]),
                         ("fully_async", ["--staleness-threshold", "1", "--partial-rollout"])):
