@@ -1,4 +1,4 @@
-"""The gate and the stream of train_fully_async.py, under the virtual clock of scripts/simulate.py: no engine, no Ray.
+"""The gate and the stream of train_fully_async.py, under the virtual clock of scripts/virtual_clock.py: no engine, no Ray.
 
 Modes: a. on-policy stream; b. stream off-policy; c. stale samples; d. partial rollout. In the timelines by hand a group
 is one sample, so that g3 is the fourth sample; "g3 v2" was started by version 2.
@@ -14,7 +14,7 @@ import pytest
 
 from buffer import Buffer, Gate, Ledger, Stream
 from scripts import simulate as simulator
-from scripts.simulate import ROWS, simulate
+from virtual_clock import ROWS, simulate
 
 MODES = {"a": {}, "b": {"update_weights_interval": 3}, "c": {"staleness_threshold": 1.0},
          "d": {"staleness_threshold": 1.0, "partial_rollout": True}}
@@ -27,6 +27,10 @@ def run(mode, **flags):
     values = {"slots": 8, "steps": 20, "lengths": TAIL, "train_time": 4.0, "rollout_batch_size": 4,
               "n_samples_per_prompt": 2}
     return simulate("fully_async", **{**values, **MODES[mode], "watch": Account(), **flags})
+
+
+def trained(result):
+    return sum(len(step["groups"]) for step in result.steps)
 
 
 @dataclass
@@ -133,7 +137,7 @@ def test_lags_and_times_equal_the_timelines_by_hand(mode, lengths):
                  n_samples_per_prompt=1, **flags)
     lags, seconds, aborted = BY_HAND[mode, lengths]
     assert sum((step["lags"] for step in result.steps), Counter()) == lags
-    assert (result.seconds, result.put_back) == (seconds, aborted)
+    assert (result.steps[-1]["end"], result.put_back) == (seconds, aborted)
 
 
 @pytest.mark.contract
@@ -176,9 +180,9 @@ def test_no_deadlock_and_no_starved_trainer(mode, drop_share):
                 assert len(account.drawn) - account.dropped == world.stream.gate.bound(world.stream.published)
 
         result = run(mode, drop_share=drop_share, seed=seed, watch=full)
-        assert result.trained == 20 * 4 and len(result.steps) == 20
+        assert trained(result) == 20 * 4 and len(result.steps) == 20
         assert bool(result.dropped) == (drop_share > 0)
-        assert result.drawn == result.trained + sum(result.dropped.values())      # nothing past the last step
+        assert result.drawn == trained(result) + sum(result.dropped.values())      # nothing past the last step
 
 
 @pytest.mark.parametrize("mode", ("sync", "one_step_off"))
@@ -186,7 +190,7 @@ def test_the_other_scripts_fill_up_after_drops_too(mode):
     for max_lag in (0, 1) if mode == "one_step_off" else (None,):
         result = simulate(mode, slots=8, steps=20, lengths=TAIL, train_time=4.0, rollout_batch_size=4, max_lag=max_lag,
                           n_samples_per_prompt=2, drop_share=0.5, watch=Account())
-        assert result.trained == 80 and result.drawn == 80 + sum(result.dropped.values())
+        assert trained(result) == 80 and result.drawn == 80 + sum(result.dropped.values())
         assert [max(step["lags"]) for step in result.steps] == [0] + [max_lag or 0] * 19
 
 
@@ -212,14 +216,14 @@ def test_max_lag_holds_and_all_make_progress(policy, k, max_lag, partial):
         result = run("c", steps=24, lengths=HEAVY, staleness_threshold=3.0, update_weights_interval=k, max_lag=max_lag,
                      max_lag_policy=policy, partial_rollout=partial, drop_share=drop_share, seed=seed, train_time=2.0,
                      watch=masks)
-        assert result.trained == 24 * 4 and max(with_loss) <= max_lag
+        assert trained(result) == 24 * 4 and max(with_loss) <= max_lag
         if policy == "mask":
             assert bool(without) == (result.masked_share > 0)
         else:
             assert max(result.lags) <= max_lag
         if policy == "wait":
             assert "lag" not in result.dropped and result.masked_share == 0
-        assert result.drawn == result.trained + sum(result.dropped.values())
+        assert result.drawn == trained(result) + sum(result.dropped.values())
 
 
 @pytest.mark.contract
@@ -250,11 +254,11 @@ def test_speed_on_a_long_tail(groups, n):
     flags = {"slots": groups * n, "steps": 80, "lengths": TAIL, "train_time": 4.0, "rollout_batch_size": groups,
              "n_samples_per_prompt": n}
     c, d = {"staleness_threshold": 1.0}, {"staleness_threshold": 1.0, "partial_rollout": True}
-    synchronous = simulate("sync", **flags).step_time
-    assert simulate("one_step_off", **flags).step_time / synchronous <= 0.78
-    assert simulate("fully_async", **flags, **c).step_time / synchronous <= 0.78
-    assert simulate("fully_async", **flags, **d).step_time / synchronous <= 0.52
-    assert simulate("fully_async", **flags, **d, update_weights_interval=4).step_time / synchronous <= 0.35
+    synchronous = simulate("sync", **flags).means["step"]
+    assert simulate("one_step_off", **flags).means["step"] / synchronous <= 0.78
+    assert simulate("fully_async", **flags, **c).means["step"] / synchronous <= 0.78
+    assert simulate("fully_async", **flags, **d).means["step"] / synchronous <= 0.52
+    assert simulate("fully_async", **flags, **d, update_weights_interval=4).means["step"] / synchronous <= 0.35
 
 
 # ---- the simulator itself ---------------------------------------------------------------------------------
@@ -266,14 +270,14 @@ def test_one_step_off_by_hand():
     assert [step["sync"] for step in result.steps] == [0.5, 0.5, 0.5]
     assert [step["end"] for step in result.steps] == [9.5, 13.0, 19.5]
     assert [step["wait"] for step in result.steps] == [6.0, 0.0, 3.0]
-    assert result.slots_idle_share == result.train_idle_share == 1 - 6 / 10         # from 9.5 to 19.5
+    assert result.means["slots idle"] == result.means["train idle"] == 1 - 6 / 10         # from 9.5 to 19.5
 
 
 def test_queued_samples_start_at_every_completion():
     """2 slots, 4 samples of 3, 1, 1, 1: the short ones follow one another beside the long one."""
     result = simulate("sync", slots=2, steps=1, lengths=[3.0, 1.0, 1.0, 1.0], rollout_batch_size=4,
                       n_samples_per_prompt=1)
-    assert result.seconds == 3.0
+    assert result.steps[-1]["end"] == 3.0
 
 
 def test_over_sampling_by_hand():
@@ -311,8 +315,8 @@ def write_run(folder, args, rows, records):
 
 ARGS = {"script": "train_fully_async.py", "groups_per_step": 2, "n_samples_per_prompt": 2, "over_sampling_batch_size": 2,
         "staleness_threshold": 0.5, "update_weights_interval": 1, "max_lag": None, "max_lag_policy": "wait",
-        "partial_rollout": False, "num_engines": 3, "rollout_num_gpus_per_engine": 2, "sglang_server_concurrency": 10,
-        "world_size": 2}
+        "partial_rollout": False, "fully_async": True, "num_engines": 3, "rollout_num_gpus_per_engine": 2,
+        "sglang_server_concurrency": 10, "world_size": 2}
 
 
 def test_a_recorded_run_gives_lengths_and_rates(tmp_path):
@@ -347,8 +351,8 @@ def test_a_recorded_run_gives_lengths_and_rates(tmp_path):
 def test_the_record_of_one_mode_predicts_the_others(tmp_path):
     """The synchronous loop is recorded under the virtual clock; what is fitted to that record gives every other mode the very
     times that it has with the true lengths and rates."""
-    truth = {"slots": 12, "steps": 12, "rate": 4.0, "latency": 0.25, "train_time": 1.0, "train_token_time": 0.125, "sync_time": 0.5,
-             "overhead": 0.25, "rollout_batch_size": 4, "n_samples_per_prompt": 2, "lengths": TAIL}
+    truth = {"slots": 12, "steps": 12, "rate": 4.0, "latency": 0.25, "train_time": 1.0, "train_token_time": 0.125,
+             "sync_time": 0.5, "overhead": 0.25, "rollout_batch_size": 4, "n_samples_per_prompt": 2, "lengths": TAIL}
     records = []
 
     def keep(world, event, fields):
@@ -359,8 +363,8 @@ def test_the_record_of_one_mode_predicts_the_others(tmp_path):
     rows = [{"rollout/tokens": sum(step["lags"].values()), "perf/train_time": step["train"], "sync/time": step["sync"],
              "sync/pause_time": 0.0, "perf/wait_prev_gen": step["wait"], "perf/step_time": step["time"], "staleness/mean": 0,
              "staleness/max": 0} for step in simulate("sync", **truth, watch=keep).steps]
-    args = {**ARGS, "script": "train_sync.py", "groups_per_step": 4, "over_sampling_batch_size": 4, "staleness_threshold": 0.0,
-            "sglang_server_concurrency": 4}
+    args = {**ARGS, "script": "train_sync.py", "fully_async": False, "groups_per_step": 4, "over_sampling_batch_size": 4,
+            "staleness_threshold": 0.0, "sglang_server_concurrency": 4}
     folder = write_run(tmp_path, args, rows, records)
     for mode, flags in (("sync", []), ("one_step_off", []), ("fully_async", ["--staleness-threshold", "1"]),
                         ("fully_async", ["--staleness-threshold", "1", "--partial-rollout"])):
@@ -379,7 +383,7 @@ def test_best_split_and_how_many_are_enough():
                                "--rate", "1", "--train-token-time", "0.2", "--rollout-batch-size", "8",
                                "--n-samples-per-prompt", "4"])
     results, best = simulator.best_split(options)
-    assert best == (4, 8) and results[best].step_time == 20.0 and len(results) == 11
+    assert best == (4, 8) and results[best].means["step"] == 20.0 and len(results) == 11
     assert simulator.enough(options) == (7, 16)
 
 
