@@ -66,8 +66,9 @@ def fit(folder):
              "rollout_batch_size": args["groups_per_step"], "n_samples_per_prompt": args["n_samples_per_prompt"],
              "split": (args["world_size"], rollout),
              "slots_per_gpu": args["num_engines"] * args["sglang_server_concurrency"] / rollout}
-    if flags["over_sampling_batch_size"] == flags["rollout_batch_size"]:
-        flags["over_sampling_batch_size"] = None
+    for name, derived in (("over_sampling_batch_size", flags["rollout_batch_size"]),
+                          ("max_lag", {"sync": 0, "one_step_off": 1}.get(flags["mode"]))):
+        flags[name] = None if flags[name] == derived else flags[name]
     counted = rows[1:] or rows                       # the first step warms up
     return {**flags, **generation_rates(records, ended, flags["n_samples_per_prompt"]),
             **training_rates(counted, args)}, measured(rows, counted, records, ended)
@@ -278,7 +279,7 @@ def refuse(o):
             (o.split and (len(o.split) != 2 or min(o.split) < 1), f"--split {o.split}: training and rollout need one GPU each"),
             (o.mode == "sync" and (lag or k > 1), "--mode sync is on-policy: leave --max-lag and --update-weights-interval out"),
             (o.mode == "one_step_off" and lag not in (None, 0, 1), f"--max-lag {lag}: --mode one_step_off knows 0 and 1"),
-            (o.mode != "sync" and lag is not None and lag < k - 1,
+            (stream and lag is not None and lag < k - 1,
              f"--max-lag {lag} is below --update-weights-interval - 1 = {k - 1}"),
             (not stream and (threshold or o.max_lag_policy != "wait"),
              "--staleness-threshold and --max-lag-policy need --mode fully_async"),
