@@ -1,5 +1,5 @@
-"""A run in one process, without Ray: an entry script's own loop under placement.run, with the real rollout manager, buffer,
-ledger, weight sync and checkpoints. Ray alone is replaced, by the few calls of it that these modules make.
+"""A run in one process: an entry script's own loop under placement.run, with the real rollout manager, buffer, ledger, weight
+sync and checkpoints, on engines that run already. Ray alone is replaced, by the few calls of it that these modules make.
 
 Each run is forked from a server that has imported everything, so it takes a second or two where a cluster takes twelve. It is
 a process like any other: it can be killed at any instant and resumed from what it left.
@@ -17,8 +17,7 @@ import os
 import tempfile
 import threading
 import time
-import uuid
-from concurrent.futures import Future
+from concurrent import futures
 from multiprocessing import forkserver
 from types import SimpleNamespace
 from unittest import mock
@@ -64,22 +63,33 @@ class Actor:
         return SimpleNamespace(remote=functools.partial(self.call, getattr(self.object, name)))
 
 
+class Remote:
+    """ray.remote(make) of a class or a function."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def options(self, **_):
+        return self
+
+    def remote(self, *arguments):
+        return Actor(self.make, *arguments) if inspect.isclass(self.make) else self.make(*arguments)
+
+
 def get(ref, timeout=None):
     if isinstance(ref, list):
         return [get(one, timeout) for one in ref]
-    return ref.result(timeout) if isinstance(ref, Future) else ref
+    return ref.result(timeout) if isinstance(ref, futures.Future) else ref
 
 
-RAY = SimpleNamespace(get=get, put=copy.deepcopy, is_initialized=lambda: False, exceptions=ray.exceptions)
+def wait(refs, num_returns, timeout):
+    done, waiting = futures.wait(refs, timeout, futures.FIRST_COMPLETED)
+    return list(done), list(waiting)
 
 
-def launch(worker, args, engines):
-    """placement.launch for running engines and one training rank."""
-    urls = args.rollout_external_engine_addrs or []
-    manager = Actor(rollout.RolloutManager, copy.copy(args))
-    trainers = [] if args.debug_rollout_only else [Actor(worker, copy.copy(args), 0, "%s:%d" % engine.free_address())]
-    get([manager.connect.remote(urls)] + [trainer.join_engines.remote(urls, uuid.uuid4().hex[:8]) for trainer in trainers])
-    return trainers, manager
+RAY = SimpleNamespace(get=get, put=copy.deepcopy, wait=wait, remote=Remote, exceptions=ray.exceptions, init=lambda **_: None,
+                      cluster_resources=dict, is_initialized=lambda: False,
+                      get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "0" * 56))
 
 
 # ---- a trainer in a few lines -----------------------------------------------------------------------------
@@ -89,6 +99,9 @@ class TinyWorker:
 
     def __init__(self, args, rank, master):
         self.urls, self.batches = [], []
+
+    def ready(self):
+        pass
 
     def join_engines(self, urls, group):
         self.urls = urls
@@ -131,7 +144,7 @@ def life(script, words, worker, prepare, path):
     tqdm.set_lock(threading.RLock())       # its own belongs to all processes and would outlive a kill
     for module in MODULES:
         module.ray = RAY
-    placement.start_ray, placement.launch = lambda args: None, functools.partial(launch, worker)
+    placement.TrainWorker = worker
     if prepare:
         prepare()
     placement.run(importlib.import_module(script.removesuffix(".py")).train, parse_args(words, script=script))
@@ -150,7 +163,7 @@ def start(script, words, worker=TrainWorker, prepare=None):
     return process, path
 
 
-def wait(process, path, timeout=120):
+def end(process, path, timeout=120):
     """Waits for the end of a run. Returns (exit status, output)."""
     process.join(timeout)
     late = process.exitcode is None
@@ -165,7 +178,7 @@ def wait(process, path, timeout=120):
 
 def run(script, words, timeout=120, **options):
     """As harness.run; options: see start."""
-    return wait(*start(script, words, **options), timeout)
+    return end(*start(script, words, **options), timeout)
 
 
 def succeed(script, words, timeout=120, **options):
