@@ -21,6 +21,9 @@ class Tracker:
         self.evals = Table(os.path.join(args.run_dir, "eval.jsonl"), "version", cut)
         self.bar = tqdm(total=args.num_rollout, initial=start_step, unit="step", dynamic_ncols=True, mininterval=1)
         self.version, self.board = None, None
+        self.recorded = {}                # step -> row of the run that is replayed; on GPUs sums have no fixed order
+        if args.replay and not args.replay_data_only and args.device == "cpu":
+            self.recorded = {row["step"]: row for row in read_rows(os.path.join(args.replay, "metrics.jsonl"))}
         if args.use_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(os.path.join(args.run_dir, "tensorboard"))
@@ -49,6 +52,8 @@ class Tracker:
         row["perf/train_idle_share"] = max(0.0, 1 - row.get("perf/train_time", 0.0) / seconds)
         row["perf/rollout_idle_share"] = max(0.0, 1 - row["perf/engine_busy_time"] / seconds)
         self.pending = {}
+        if self.recorded:
+            compare(self.args.replay, row, self.recorded)
         self.rows.add(row)
         self.write_board(step, row)
         self.bar.update(1)
@@ -85,7 +90,8 @@ class Tracker:
     # ---- output -------------------------------------------------------------------------------------------
     def write_board(self, step, values):
         for name, value in values.items() if self.board else ():
-            self.board.add_scalar(name, value, step)
+            if not isinstance(value, dict):        # a histogram
+                self.board.add_scalar(name, value, step)
 
     def say(self, text):
         with self.bar.external_write_mode():
@@ -150,10 +156,19 @@ class Table:
             f.write(json.dumps(row) + "\n")
 
     def read(self):
-        """All whole rows; the last line may be torn by a kill."""
-        rows = []
-        with open(self.path) as f:
-            for line in f:
-                if line.endswith("\n"):
-                    rows.append(json.loads(line))
-        return rows
+        return read_rows(self.path)
+
+
+def read_rows(path):
+    """All whole rows; the last line may be torn by a kill."""
+    with open(path) as f:
+        return [json.loads(line) for line in f if line.endswith("\n")]
+
+
+def compare(run, row, recorded):
+    """A replayed step must say of its training what the record says, to the last bit. ValueError at the first difference."""
+    before = recorded.get(row["step"])
+    for name, value in row.items() if before else ():
+        if name.startswith(("train/", "rollout/reward", "staleness/")) and before.get(name) != value:
+            raise ValueError(f"--replay {run}: the replay departs from the record in step {row['step']}: {name} was "
+                             f"{before.get(name)!r}, is {value!r}")

@@ -152,6 +152,10 @@ class TrainWorker:
                                     chunk=self.args.log_probs_chunk_size, entropy=entropy)
 
     # ---- weights ------------------------------------------------------------------------------------------
+    def gpu(self):
+        """The id of this rank's device, as CUDA_VISIBLE_DEVICES of an engine beside it names it."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
     def join_engines(self, urls, group):
         self.sender.join(urls, group)
 

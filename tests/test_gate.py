@@ -194,7 +194,7 @@ def test_max_lag_holds_and_all_make_progress(policy, k, max_lag, partial):
             conserved(world, event, fields)
             batch = world.buffer.waiting(fields["step"]) if event == "batch" else []
             for version, count in [run for group in batch for sample in group.samples for run in sample.version_runs]:
-                lag = fields["step"] - version                    # the rule of rollout.loss_mask, run by run
+                lag = fields["step"] - version                    # the rule of batch.loss_mask, run by run
                 (without if policy == "mask" and lag > max_lag else with_loss)[lag] += count
 
         result = run("c", steps=24, lengths=HEAVY, staleness_threshold=3.0, update_weights_interval=k, max_lag=max_lag,
@@ -223,10 +223,10 @@ def test_each_policy_does_something_where_the_lag_would_be_too_large():
 
 
 def test_the_mask_of_the_rollout_manager_is_the_rule_of_the_simulator():
-    import rollout                                     # takes seconds: only here
+    import batch
     args = SimpleNamespace(fully_async=True, max_lag_policy="mask", max_lag=1, mask_offpolicy_in_partial_rollout=False)
     sample = SimpleNamespace(loss_mask=[1] * 6, version_runs=[[2, 3], [3, 1], [4, 2]])
-    assert rollout.loss_mask(args, 4, sample).tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch.loss_mask(args, 4, sample).tolist() == [0, 0, 0, 1, 1, 1]
 
 
 # ---- how fast the modes are -------------------------------------------------------------------------------

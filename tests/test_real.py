@@ -57,7 +57,7 @@ def differences(data, weights, temperature):
 
     network = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
     worst = 0.0
-    for sample in (s for group in harness.read_jsonl(data) for s in group["samples"]):
+    for sample in (s for group in harness.read_groups(data) for s in group["samples"]):
         prompt, response = sample["prompt_tokens"], sample["response_tokens"]
         with torch.no_grad():
             logits = network(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1]
@@ -75,7 +75,7 @@ def differences(data, weights, temperature):
 def test_three_steps_on_real_parts(layout, temperature, policy_old, model, engines, tmp_path):
     """After every sync both engines sample with exactly the trainer's weights: log-probs agree to 1e-4 with those of the
     exported version, and are far off with the version before. On-policy KL between old and current is 0."""
-    data = str(tmp_path / "{step}.jsonl")
+    data = str(tmp_path / "{step}.npz")
     args, trainers, rollout = launch(model, engines, tmp_path, "run", rollout_temperature=temperature, policy_old=policy_old,
                                      save_debug_rollout_data=data, rollout_batch_size=8, **layout)
     try:
@@ -114,12 +114,12 @@ def test_one_step_off_and_partial_rollout_on_real_parts(model, engines, tmp_path
     finally:
         for actor in [*trainers, rollout]:
             ray.kill(actor)
-    args, trainers, rollout = launch(model, engines, tmp_path, "partial", partial_rollout=True, over_sampling_batch_size=16,
+    args, trainers, rollout = launch(model, engines, tmp_path, "partial", partial_rollout=True, over_sampling_batch_size=16, lr=1e-4,
                                      rollout_max_response_len=200, max_tokens_per_gpu=512,
-                                     save_debug_rollout_data=str(tmp_path / "{step}.jsonl"))
+                                     save_debug_rollout_data=str(tmp_path / "{step}.npz"))
     try:
         steps(train_async.train, args, trainers, rollout, 0, 5, "part")
-        samples = [s for step in range(5) for group in harness.read_jsonl(tmp_path / f"{step}.jsonl") for s in group["samples"]]
+        samples = [s for step in range(5) for group in harness.read_groups(tmp_path / f"{step}.npz") for s in group["samples"]]
         for sample in samples:
             length = len(sample["response_tokens"])
             assert length == len(sample["loss_mask"]) == len(sample["rollout_logprobs"]) <= 200
