@@ -273,7 +273,7 @@ def derive(args, script):
     """The values that follow from flags: args.x below is either derived here or a flag's default that depends on others.
     Those that need the data are set by `check_data`."""
     args.script = script
-    if args.replay_data_only:
+    if args.replay_data_only and args.replay:
         args.debug_train_only, args.load_debug_rollout_data = True, samples_path(args.replay)
         recorded = len(glob.glob(samples_path(args.replay).format(step=0).replace("0" * 7, "*")))
         args.num_rollout = min(args.num_rollout or recorded, recorded)

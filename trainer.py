@@ -48,8 +48,10 @@ class TrainWorker:
         started, size, lr = time.time(), self.args.global_batch_size, self.optimizer.param_groups[0]["lr"]
         updates = [self.plan(batch, range(i, i + size)) for i in range(0, len(batch["tokens"]), size)]
         self.add_columns(batch, updates)
+        prepared = time.time()            # with --policy-old recompute: the pass for old log-probs lies before
         sums = [self.update(batch, plan) for plan in updates]
-        return {**step_metrics(sums), "train/lr": lr, "perf/train_time": time.time() - started}
+        return {**step_metrics(sums), "train/lr": lr, "perf/log_probs_time": prepared - started,
+                "perf/train_time": time.time() - started}
 
     def plan(self, batch, indices):
         """Cuts the samples `indices` into micro-batches. Returns this rank's list of lists of sample indices."""

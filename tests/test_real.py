@@ -128,3 +128,23 @@ def test_one_step_off_and_partial_rollout_on_real_parts(model, engines, tmp_path
     finally:
         for actor in [*trainers, rollout]:
             ray.kill(actor)
+
+
+@pytest.mark.contract
+def test_colocated_engines_give_their_memory_back_and_go_on(model, engines, tmp_path):
+    """train_sync.py --colocate with over-sampling and partial rollout: generate until the batch is complete, abort, release the
+    memory, train, sync, resume, continue. The engines' weights are checked at each sync, and the batches' log-probs here."""
+    data = str(tmp_path / "{step}.npz")
+    args = parse_args(harness.flags(model, tmp_path, "run", engines, colocate=True, actor_num_gpus_per_node=2, partial_rollout=True,
+                                    over_sampling_batch_size=16, rollout_max_response_len=200, max_tokens_per_gpu=512, lr=1e-4,
+                                    save_debug_rollout_data=data), "train_sync.py")
+    trainers, rollout = placement.launch(args, [])
+    try:
+        rows = steps(train_sync.train, args, trainers, rollout, 0, 4, "part")
+        assert rows[0]["train/logprob_abs_diff"] < 1e-4 and rows[0]["staleness/max"] == 0
+        groups = [group for step in range(4) for group in harness.read_groups(data.format(step=step))]
+        assert any(len(s["version_runs"]) > 1 for group in groups for s in group["samples"]), "nothing was continued"
+        assert max(row["staleness/max"] for row in rows) > 0
+    finally:
+        for actor in [*trainers, rollout]:
+            ray.kill(actor)
