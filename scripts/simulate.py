@@ -305,8 +305,7 @@ def report(options):
         rows = {"measured": options.measured, "predicted": run(options.own).means, **rows}
     table(rows)
     print("tokens by lag: " + ", ".join(f"{lag}: {share:.1%}" for lag, share in result.lags.items()))
-    print(f"groups: drawn {result.drawn}, trained {result.trained}, dropped {result.dropped or 0}, aborted "
-          f"{result.put_back} times")
+    print(f"groups: drawn {result.drawn}, dropped {result.dropped or 0}, aborted {result.put_back} times")
     if result.masked_share:
         print(f"tokens without loss: {result.masked_share:.1%}")
     for fate, length in result.length_bias.items():
