@@ -302,7 +302,8 @@ def report(options):
     result = run(options, best)
     rows = {best or options.split: result.means}
     if options.fit:
-        rows = {"measured": options.measured, "predicted": run(options.own).means, **rows}
+        own = run(options.own).means
+        rows = {"measured": options.measured, "predicted": own, **({} if own == result.means else rows)}
     table(rows)
     print("tokens by lag: " + ", ".join(f"{lag}: {share:.1%}" for lag, share in result.lags.items()))
     print(f"groups: drawn {result.drawn}, dropped {result.dropped or 0}, aborted {result.put_back} times")
