@@ -14,7 +14,7 @@ import os
 import sys
 import time
 
-from data import load_rows
+from data import GYM, load_rows
 from rewards import REWARDS
 
 
@@ -96,7 +96,8 @@ def add_model(parser):
 
 def add_data(parser):
     g = parser.add_argument_group("data")
-    g.add_argument("--prompt-data", metavar="FILE", help="prompts: JSONL, JSON or Parquet, or a hub data set's name")
+    g.add_argument("--prompt-data", metavar="FILE", help="prompts: JSONL, JSON or Parquet, a hub data set's name, or "
+                   "reasoning-gym:TASK?size=500&seed=1")
     g.add_argument("--input-key", default="prompt", help="column of the prompt: a text or a list of chat messages")
     g.add_argument("--label-key", default="label", help="column of the reference answer")
     g.add_argument("--metadata-key", help="column of a dict that rewards and tools may read")
@@ -455,6 +456,10 @@ def check_data(args):
     if (args.eval_interval or args.eval_only) and not args.eval_prompt_data:
         raise ValueError("--eval-interval and --eval-only need --eval-prompt-data NAME FILE")
     args.eval_sets = list(zip(args.eval_prompt_data[::2], args.eval_prompt_data[1::2]))   # derived
+    paths = [args.prompt_data or "", *(path for _, path in args.eval_sets)]
+    if args.rm_type == "reasoning_gym" and not args.custom_rm_path and not all(path.startswith(GYM) for path in paths if path):
+        raise ValueError("--rm-type reasoning_gym scores the tasks of reasoning-gym only: --prompt-data reasoning-gym:TASK, and "
+                         "--eval-prompt-data alike")
     for name, path in args.eval_sets:
         load_rows(path, args, f"--eval-prompt-data {name}")
     if args.prompt_data:
