@@ -627,7 +627,21 @@ def make_batch(args, step, groups):
             "loss_mask": [loss_mask(args, step, s) for s in samples],
             "rollout_logprobs": [np.array(s.rollout_logprobs, dtype=np.float32) for s in samples],
             "rewards": [s.reward for s in samples],
+            "columns": own_columns(samples),
             "versions": [[list(run) for run in s.version_runs] for s in samples]}
+
+
+def own_columns(samples):
+    """{name: [S] numbers or lists of one number a token}. ValueError, naming the sample, where they do not fit it."""
+    names = sorted({name for s in samples for name in s.columns})
+    for s in samples:
+        for name in names:
+            shape = np.shape(s.columns.get(name, ""))
+            if name not in s.columns or shape not in ((), (len(s.response_tokens),)):
+                problem = f"has the shape {shape}" if name in s.columns else "is missing"
+                raise ValueError(f"{s.name}: column {name!r} {problem}; it must be a number, or one for each of the "
+                                 f"{len(s.response_tokens)} response tokens")
+    return {name: [s.columns[name] for s in samples] for name in names}
 
 
 def loss_mask(args, step, sample):

@@ -35,7 +35,7 @@ def make_batch(seed, groups=4, n=4):
         batch["rollout_logprobs"].append((-5.5 + 0.3 * g.standard_normal(length)).astype(np.float32))
         batch["rewards"].append(float(g.integers(0, 3)))
         batch["versions"].append([[0, length]])
-    return {"step": 0, **batch}
+    return {"step": 0, "columns": {}, **batch}
 
 
 # ---- the reference: a plain loop --------------------------------------------------------------------------
