@@ -25,11 +25,13 @@ def parse_args(argv=None, script="train_async.py"):
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=42, width=150),
         epilog="Any --sglang-FLAG is handed to the SGLang server as --FLAG.")
     for add in (add_run, add_cluster, add_model, add_data, add_rollout, add_eval, add_algorithm, add_correction, add_async,
-                add_optimizer, add_batching, add_sync, add_checkpoint, add_debug):
+                add_optimizer, add_batching, add_sync, add_checkpoint, add_replay, add_debug):
         add(parser)
     show_defaults(parser)
-    args, rest = parser.parse_known_args(argv)
     try:
+        take_recorded_flags(parser, argv, script)
+        args, rest = parser.parse_known_args(argv)
+        args.flags = dict(vars(args))           # as they were given, for a replay
         args.sglang_args = split_sglang(rest)   # derived
         check_sizes(args)
         check_ranges(args)
@@ -70,7 +72,9 @@ def add_cluster(parser):
     g.add_argument("--ray-address", help="an existing Ray cluster; without it a local one is started for the run")
     g.add_argument("--actor-num-nodes", type=int, default=1, help="training nodes")
     g.add_argument("--actor-num-gpus-per-node", type=int, default=1, help="training ranks on each node")
-    g.add_argument("--rollout-num-gpus", type=int, default=1, help="GPUs of all engines together")
+    g.add_argument("--rollout-num-gpus", type=int, help="GPUs of all engines together (default: 1)")
+    g.add_argument("--colocate", action="store_true", help="train_sync.py: engines and training ranks share the GPUs; the engines "
+                   "give their memory back while training")
     g.add_argument("--rollout-num-gpus-per-engine", type=int, default=1, help="tensor parallel size of an engine")
     g.add_argument("--num-gpus-per-node", type=int, default=8, help="GPUs that a node has")
     g.add_argument("--rollout-external-engine-addrs", nargs="+", default=[], metavar="URL",
@@ -197,6 +201,8 @@ def add_async(parser):
     g.add_argument("--require-batches", type=int, default=1, help="train_fully_async.py: batches that make a step")
     g.add_argument("--max-lag-policy", choices=("wait", "drop", "mask"), default="wait",
                    help="what keeps --max-lag: waiting for the oldest, dropping them, or no loss on old tokens")
+    g.add_argument("--custom-sampler-path", metavar="MODULE.FUNCTION", help="train_fully_async.py: own choice of a batch among the "
+                   "finished groups, oldest first: f(args, groups, k) -> k of them")
 
 
 def add_optimizer(parser):
@@ -238,6 +244,36 @@ def add_checkpoint(parser):
     g.add_argument("--keep-checkpoints", type=int, default=2, help="how many of the last checkpoints stay")
     g.add_argument("--load", metavar="DIR", help="a run's folder: goes on from its last checkpoint, in the same folder")
     g.add_argument("--save-hf", metavar="DIR", help="export the final weights as a Hugging Face directory")
+
+
+def add_replay(parser):
+    g = parser.add_argument_group("record and replay")
+    g.add_argument("--record", action=argparse.BooleanOptionalAction, default=True, help="keep each batch in RUN/samples")
+    g.add_argument("--replay", metavar="RUN", help="repeat a recorded run without engines: same batches, same weights; all other "
+                                                   "flags default to the recorded ones")
+    g.add_argument("--replay-data-only", action="store_true", help="train on the recorded batches, under any flags of the loss")
+
+
+NOT_REPLAYED = ("run_name", "output_dir", "save", "load", "save_hf", "ray_address", "replay", "replay_data_only", "eval_interval",
+                "eval_prompt_data", "rollout_external_engine_addrs", "save_debug_rollout_data", "load_debug_rollout_data")
+
+
+def take_recorded_flags(parser, argv, script):
+    """With --replay RUN the recorded run's flags become the defaults, so that only what differs has to be said."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--replay")
+    run = first.parse_known_args(argv)[0].replay
+    if run is None:
+        return
+    path = os.path.join(run, "args.json")
+    if not os.path.exists(path):
+        raise ValueError(f"--replay {run}: there is no {path}: give the folder of a recorded run")
+    with open(path) as f:
+        recorded = json.load(f)
+    if recorded["script"] != script:
+        raise ValueError(f"--replay {run} was recorded by {recorded['script']}: replay it by that script")
+    parser.set_defaults(**{name: value for name, value in recorded["flags"].items() if name not in NOT_REPLAYED})
+    next(action for action in parser._actions if action.dest == "hf_checkpoint").required = False
 
 
 def add_debug(parser):
@@ -293,6 +329,12 @@ def split_sglang(rest):
 def derive(args, script):
     """The values that follow from flags: args.x below is either derived here or a flag's default that depends on others.
     Those that need the data are set by `check_data`."""
+    args.script = script
+    if args.replay_data_only:
+        args.debug_train_only, args.load_debug_rollout_data = True, samples_path(args.replay)
+        recorded = len(glob.glob(samples_path(args.replay).format(step=0).replace("0" * 7, "*")))
+        args.num_rollout = min(args.num_rollout or recorded, recorded)
+    args.without_engines = bool(args.debug_train_only or args.replay)
     if args.device == "auto":
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         args.device = "cuda" if glob.glob("/dev/nvidia[0-9]*") and not hidden else "cpu"
@@ -302,6 +344,10 @@ def derive(args, script):
         raise ValueError(f"--actor-num-nodes x --actor-num-gpus-per-node = {args.world_size} training ranks do not divide "
                          f"by tensor x pipeline = {model_parallel}: change --actor-num-gpus-per-node")
     args.data_parallel_size = args.world_size // model_parallel
+    if args.colocate and args.rollout_num_gpus not in (None, args.world_size):
+        raise ValueError(f"--colocate: the engines use the GPUs of the {args.world_size} training ranks; leave --rollout-num-gpus "
+                         f"{args.rollout_num_gpus} out")
+    args.rollout_num_gpus = args.world_size if args.colocate else args.rollout_num_gpus or args.rollout_num_gpus_per_engine
     if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
         raise ValueError(f"--rollout-num-gpus {args.rollout_num_gpus} does not divide by "
                          f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}")
@@ -331,6 +377,12 @@ def derive(args, script):
     args.run_name = args.run_name or time.strftime("%Y%m%d-%H%M%S")
     args.run_dir = os.path.abspath(os.path.join(args.output_dir, args.run_name))
     args.save = os.path.abspath(args.save or os.path.join(args.run_dir, "checkpoints"))
+    args.record_path = samples_path(args.run_dir) if args.record and not args.without_engines else None
+
+
+def samples_path(run_dir):
+    """Where a run keeps the batch of a step: format with step=N."""
+    return os.path.join(run_dir, "samples", "step_{step:07d}.npz")
 
 
 # ---- checks -----------------------------------------------------------------------------------------------
@@ -347,12 +399,12 @@ def check(args):
 
 def check_sizes(args):
     positive = ("rollout_batch_size", "n_samples_per_prompt", "max_tokens_per_gpu", "keep_checkpoints",
-                "micro_batch_size", "update_weights_interval", "rollout_max_response_len", "rollout_num_gpus",
+                "micro_batch_size", "update_weights_interval", "rollout_max_response_len",
                 "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine", "num_gpus_per_node",
                 "tensor_model_parallel_size", "pipeline_model_parallel_size", "max_sample_retries", "require_batches",
                 "sglang_server_concurrency", "update_weight_buffer_size", "log_probs_chunk_size", "n_samples_per_eval_prompt")
-    optional = ("num_rollout", "num_epoch", "eval_interval", "save_interval", "global_batch_size", "over_sampling_batch_size",
-                "overlong_buffer_len")
+    optional = ("rollout_num_gpus", "num_rollout", "num_epoch", "eval_interval", "save_interval", "global_batch_size",
+                "over_sampling_batch_size", "overlong_buffer_len")
     for name in positive + optional:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, is {getattr(args, name)}")
@@ -382,11 +434,14 @@ def check_script(args, script):
             raise ValueError(f"--max-lag {args.max_lag} needs train_async.py: train_sync.py is on-policy")
         if k > 1:
             raise ValueError("--update-weights-interval above 1 needs train_async.py: train_sync.py is on-policy")
+    if args.colocate and script != "train_sync.py":
+        raise ValueError(f"--colocate needs train_sync.py: in {script} generation and training overlap, on GPUs of their own")
     if script == "train_async.py" and args.max_lag not in (None, 0, 1):
         raise ValueError(f"--max-lag {args.max_lag}: train_async.py knows 0 and 1; deeper belongs to train_fully_async.py")
     if script != "train_fully_async.py":
-        if args.staleness_threshold or args.require_batches > 1 or args.max_lag_policy != "wait":
-            raise ValueError("--staleness-threshold, --require-batches and --max-lag-policy need train_fully_async.py")
+        if args.staleness_threshold or args.require_batches > 1 or args.max_lag_policy != "wait" or args.custom_sampler_path:
+            raise ValueError("--staleness-threshold, --require-batches, --max-lag-policy and --custom-sampler-path need "
+                             "train_fully_async.py")
         if args.max_lag == 0 and k > 1:
             raise ValueError(f"--max-lag 0 is below --update-weights-interval - 1 = {k - 1}")
         return
@@ -501,6 +556,17 @@ def check_combinations(args):
                          "match them; leave them out or accept that by --allow-processed-logprobs")
     if args.rollout_temperature == 0:
         raise ValueError("--rollout-temperature 0.0: training needs a temperature above 0")
+    if args.replay_data_only and not args.replay:
+        raise ValueError("--replay-data-only needs --replay RUN")
+    if args.replay and args.load:
+        raise ValueError("--replay repeats a run from its start: leave --load out")
+    if args.replay and not args.replay_data_only and (args.eval_interval or args.eval_only or args.eval_prompt_data):
+        raise ValueError("--replay starts no engine: leave --eval-interval, --eval-only and --eval-prompt-data out")
+    if args.colocate and args.rollout_external_engine_addrs and args.device == "cuda":
+        raise ValueError("--colocate starts the engines on the trainers' GPUs: leave --rollout-external-engine-addrs out")
+    if args.colocate and args.device == "cuda" and args.pipeline_model_parallel_size > 1:
+        raise ValueError(f"--colocate: --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: an engine on the GPU of one "
+                         f"stage cannot read the others' weights; use tensor or data parallel ranks")
     if args.debug_train_only and not args.load_debug_rollout_data:
         raise ValueError("--debug-train-only needs --load-debug-rollout-data")
     if args.debug_train_only and (args.eval_interval or args.eval_only):
@@ -565,6 +631,8 @@ def nodes_needed(args):
     """Nodes for disjoint training and rollout GPUs. With t training and r rollout GPUs on a node of p, on tn and rn nodes:
     max(tn, rn) if t + r <= p, else tn + rn."""
     t, p, rollout = args.actor_num_gpus_per_node, args.num_gpus_per_node, args.rollout_num_gpus
+    if args.colocate:
+        return args.actor_num_nodes
     rollout_nodes = math.ceil(rollout / p)
     r = math.ceil(rollout / rollout_nodes)
     return max(args.actor_num_nodes, rollout_nodes) if t + r <= p else args.actor_num_nodes + rollout_nodes
@@ -572,7 +640,7 @@ def nodes_needed(args):
 
 def check_hooks(args):
     for flag, count in (("custom_rm_path", 2), ("dynamic_sampling_filter_path", 2), ("custom_generate_function_path", 3),
-                        ("custom_advantage_path", 2), ("custom_loss_path", 3)):
+                        ("custom_advantage_path", 2), ("custom_loss_path", 3), ("custom_sampler_path", 3)):
         if getattr(args, flag):
             load_function(getattr(args, flag), "--" + flag.replace("_", "-"), count)
 

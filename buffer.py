@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -45,6 +46,7 @@ class Sample:
     version_runs: list[list[int]] = field(default_factory=list)    # [[version, number of tokens], ...], in order
     response: str = ""
     reward: float | None = None
+    seconds: float = 0.0           # that its requests were with an engine
     status: str = "pending"        # "pending" | "completed" (stop token) | "truncated" (budget used up) | "failed"
 
     def append(self, tokens, logprobs, version, mask=1):
@@ -76,7 +78,7 @@ class Sample:
     def reset(self):
         """Back to the prompt: what is generated anew keeps nothing of older weights."""
         self.response_tokens, self.loss_mask, self.rollout_logprobs, self.version_runs, self.columns = [], [], [], [], {}
-        self.response, self.reward, self.status = "", None, "pending"
+        self.response, self.reward, self.seconds, self.status = "", None, 0.0, "pending"
 
     @property
     def name(self):
@@ -116,9 +118,14 @@ class Group:
         return min((sample.oldest_version for sample in self.samples if sample.version_runs), default=None)
 
     @property
-    def response_length(self):
-        """Tokens of all responses so far."""
-        return sum(len(sample.response_tokens) for sample in self.samples)
+    def response_lengths(self):
+        """Tokens of each response so far."""
+        return [len(sample.response_tokens) for sample in self.samples]
+
+    @property
+    def effort(self):
+        """What the ledger keeps of an ended group: tokens of each response, and seconds that engines took for them."""
+        return {"tokens": self.response_lengths, "seconds": [round(sample.seconds, 4) for sample in self.samples]}
 
     def reset(self):
         for sample in self.samples:
@@ -134,8 +141,9 @@ class Group:
 
 # ---- the ledger -------------------------------------------------------------------------------------------
 class Ledger:
-    """Append-only JSONL with one writer: a line per event, numbered by `seq` from 1, flushed before write() returns, so
-    that a kill -9 at any instant leaves the whole story. A path of None keeps nothing (tests, simulator)."""
+    """Every scheduling decision of a run. Append-only JSONL with one writer: a line per event, numbered by `seq` from 1 and
+    dated, flushed before write() returns, so that a kill -9 at any instant leaves the whole story. A path of None keeps
+    nothing (tests, simulator)."""
 
     def __init__(self, path=None):
         self.path, self.seq, self.file = path, 0, None
@@ -152,7 +160,8 @@ class Ledger:
         """Appends one record, whose number is then `self.seq`."""
         self.seq += 1
         if self.file:
-            self.file.write(json.dumps({"seq": self.seq, "event": event, **fields}).encode() + b"\n")
+            record = {"seq": self.seq, "time": round(time.time(), 4), "event": event, **fields}
+            self.file.write(json.dumps(record).encode() + b"\n")
             self.file.flush()
 
     def sync(self):
@@ -204,7 +213,7 @@ class Ledger:
         groups, rows = {}, set()
         for record in Ledger.surviving(path):
             try:
-                replay(record, groups, rows)
+                move(record, groups, rows)
             except ValueError as error:
                 raise ValueError(f"ledger {path}: record {record['seq']} ({record['event']}): {error}") from None
         for group in groups.values():
@@ -223,13 +232,13 @@ TRANSITIONS = {  # event: (where the group may be before, where it is after)
 }
 
 
-def replay(record, groups, rows):
+def move(record, groups, rows):
     """Moves the groups of one record. groups: id -> where it is, and why; rows: (epoch, row) of all drawn so far."""
     event = record["event"]
     if event == "resume":
         for group in groups.values():              # in flight at the save: will be drawn again
             group["place"] = "unfinished" if group["place"] == "in_flight" else group["place"]
-    if event in ("save", "resume"):
+    if event not in TRANSITIONS:                   # submit, abort, sync, save, resume
         return
     before, after = TRANSITIONS[event]
     for group_id in record["groups"] if "groups" in record else [record["group"]]:
@@ -267,6 +276,7 @@ class Buffer:
         self.finished = {}                         # group id -> group
         self.by_age = []                           # heap of (oldest version, group id): `finished`, and some dropped
         self.in_hand = {}                          # step -> its batch, a list of groups, not yet trained
+        self.lengths = {}                          # "trained" or why dropped -> (samples, tokens), since the run began
         self.identity = {"--prompt-data (rows)": len(rows), "--prompt-data (content)": hash_rows(rows), "--seed": seed,
                          "--rollout-shuffle": shuffle, "--n-samples-per-prompt": n_samples_per_prompt}
 
@@ -315,7 +325,7 @@ class Buffer:
                 raise ValueError(f"{sample.name} is not finished: {sample.status}, reward {sample.reward}")
         self._land(group)
         self._store_finished(group)
-        self.ledger.write("finish", group=group.group_id, tokens=group.response_length)
+        self.ledger.write("finish", group=group.group_id, **group.effort)
 
     def put_back(self, group):
         """Aborted, and drawn again before any fresh prompt. With partial rollout it keeps its tokens, and its finished
@@ -327,13 +337,14 @@ class Buffer:
             group.reset()
             group.keep = True
         heapq.heappush(self.unfinished, (group.group_id, group))
-        self.ledger.write("put_back", group=group.group_id, tokens=group.response_length)
+        self.ledger.write("put_back", group=group.group_id, tokens=group.response_lengths)
 
     def drop(self, group, reason):
         """Gives up a group in flight or finished; the ledger keeps the reason."""
         if self.finished.pop(group.group_id, None) is None:
             self._land(group)
-        self.ledger.write("drop", group=group.group_id, reason=reason, tokens=group.response_length)
+        self.ledger.write("drop", group=group.group_id, reason=reason, **group.effort)
+        self._measure(reason.split(":")[0], [group])
 
     def drop_older(self, version, reason):
         """Drops the finished groups with a token older than `version`. Returns how many."""
@@ -345,17 +356,17 @@ class Buffer:
                 count += 1
         return count
 
-    def take(self, step, k):
-        """k finished groups become the batch of `step`: oldest version first (its deadline is the nearest), then lowest
-        id, so that the batch does not depend on whose answer came first."""
+    def take(self, step, k, chosen=()):
+        """k finished groups become the batch of `step`: those `chosen`, then the oldest version first (its deadline is the
+        nearest) and the lowest id, so that the batch does not depend on whose answer came first."""
         if step in self.in_hand:
             raise ValueError(f"step {step} has its batch already")
         if len(self.finished) < k:
             raise ValueError(f"step {step} takes {k} groups, but {len(self.finished)} are finished")
-        batch = []
+        batch = [self.finished.pop(group.group_id) for group in chosen]
         while len(batch) < k:
             _, group_id = heapq.heappop(self.by_age)
-            if group_id in self.finished:          # else dropped meanwhile
+            if group_id in self.finished:          # else dropped meanwhile, or chosen
                 batch.append(self.finished.pop(group_id))
         self.in_hand[step] = batch
         self.ledger.write("batch", step=step, groups=[group.group_id for group in batch])
@@ -369,7 +380,20 @@ class Buffer:
         """The batch of `step` is in the weights."""
         if step not in self.in_hand:
             raise ValueError(f"step {step} has no batch in hand")
-        self.ledger.write("trained", step=step, groups=[group.group_id for group in self.in_hand.pop(step)])
+        batch = self.in_hand.pop(step)
+        self.ledger.write("trained", step=step, groups=[group.group_id for group in batch])
+        self._measure("trained", batch)
+
+    def _measure(self, fate, groups):
+        samples, tokens = self.lengths.get(fate, (0, 0))
+        lengths = [length for group in groups for length in group.response_lengths]
+        self.lengths[fate] = (samples + len(lengths), tokens + sum(lengths))
+
+    def length_bias(self):
+        """{fate: mean length of its samples / of all that ended}, since the run began; a fate is "trained" or why a group
+        was dropped. Above 1 for a reason, and below 1 for "trained": that reason takes the long answers away."""
+        samples, tokens = (sum(column) for column in zip(*self.lengths.values())) if self.lengths else (0, 0)
+        return {fate: total / count / (tokens / samples) for fate, (count, total) in self.lengths.items() if tokens}
 
     def _land(self, group):
         if self.in_flight.pop(group.group_id, None) is None:
@@ -394,6 +418,7 @@ class Buffer:
             group.reset()
         unfinished = [group for _, group in self.unfinished] + again
         return {"identity": dict(self.identity), "next_id": self.next_id, "ledger_seq": self.ledger.seq,
+                "lengths": {fate: list(counted) for fate, counted in self.lengths.items()},
                 "unfinished": [group.to_json() for group in unfinished],
                 "finished": [group.to_json() for group in self.finished.values()],
                 "in_hand": [[step, [group.to_json() for group in batch]] for step, batch in self.in_hand.items()]}
@@ -406,6 +431,7 @@ class Buffer:
                 raise ValueError(f"{flag}: the checkpoint has {state['identity'][flag]}, this run {value}; resume with "
                                  f"the data and flags of the run that saved it")
         self.next_id = state["next_id"]
+        self.lengths = {fate: tuple(counted) for fate, counted in state["lengths"].items()}
         self.unfinished, self.in_flight, self.finished, self.by_age = [], {}, {}, []
         for group in map(Group.from_json, state["unfinished"]):
             if not self.partial_rollout:           # switched off since the save
@@ -460,28 +486,33 @@ class Stream:
     """What may start and what makes a batch when generation never stops. No clock and no engine: the rollout manager, the
     tests under a hand-made clock and a simulator drive it alike.
 
-    policy, for --max-lag L: "wait": a step waits for the groups that would be too old in the next one, which the gate
-    keeps to at most one batch; "drop": groups older than L are dropped when a batch is taken; "mask": they are kept, and
-    their old tokens get no loss.
+    policy, for --max-lag L: "wait": a step waits for running groups that later steps could not train in time, which the
+    gate keeps to at most one batch for each step; "drop": groups older than L are dropped when a batch is taken; "mask":
+    they are kept, and their old tokens get no loss. sampler(groups, k) -> k of the finished groups (oldest first); None: the
+    oldest.
     """
 
-    def __init__(self, buffer, gate, policy="wait", trained_steps=0):
-        self.buffer, self.gate, self.policy = buffer, gate, policy
+    def __init__(self, buffer, gate, policy="wait", trained_steps=0, sampler=None):
+        self.buffer, self.gate, self.policy, self.sampler = buffer, gate, policy, sampler
         self.admission = gate if policy == "wait" else replace(gate, max_lag=None)    # the other policies act at consumption
         self.trained_steps = self.published = trained_steps
         self.running = Counter()                   # oldest version -> groups in flight: whose deadline comes first
         self.born = {}                             # group id -> its entry in `running`
         self.dropped_by_lag = 0                    # groups, since the start
 
-    def draw(self):
-        """Groups that may start now. Unfinished ones always may: they are counted already."""
-        used = self.trained_steps * self.gate.required + self.buffer.outstanding
-        room = self.admission.bound(self.published) - used
-        groups = self.buffer.draw(len(self.buffer.unfinished) + max(0, room))
+    def draw(self, k=None):
+        """The groups that may start now; k: at most so many of them."""
+        groups = self.buffer.draw(self.room if k is None else min(k, self.room))
         for group in groups:
             self.born[group.group_id] = self.published if group.oldest_version is None else group.oldest_version
             self.running[self.born[group.group_id]] += 1
         return groups
+
+    @property
+    def room(self):
+        """How many groups may start now. Unfinished ones always may: they are counted already."""
+        used = self.trained_steps * self.gate.required + self.buffer.outstanding
+        return len(self.buffer.unfinished) + max(0, self.admission.bound(self.published) - used)
 
     def landed(self, group):
         """The group is no longer in flight: finished, put back or dropped."""
@@ -494,12 +525,44 @@ class Stream:
         """Whether the batch of `step` can be taken."""
         if self.gate.max_lag is not None and self.policy == "drop":
             self.dropped_by_lag += self.buffer.drop_older(step - self.gate.max_lag, "lag")
-        if self.gate.max_lag is not None and self.policy == "wait" and any(v + self.gate.max_lag <= step for v in self.running):
-            return False                           # trained in this step or too late
+        if self.gate.max_lag is not None and self.policy == "wait" and self.spare(step, self.running) < 0:
+            return False                           # not all of what runs could be trained in time
         return self.buffer.finished_count >= self.gate.required
 
+    def spare(self, step, waiting):
+        """Room that the steps after `step` have beyond the groups in `waiting` (oldest version -> how many), each of which is
+        due by the step version + max_lag: the smallest over the deadlines. Below 0: so many would be too late."""
+        due, smallest = 0, self.gate.required
+        for version in sorted(waiting):
+            due += waiting[version]
+            steps = max(0, version + self.gate.max_lag - step)
+            smallest = min(smallest, steps * self.gate.required - due)
+        return smallest
+
     def take(self, step):
-        return self.buffer.take(step, self.gate.required)
+        """The batch of `step`. With a sampler, those of the oldest groups are in it that could not be trained in time else."""
+        chosen = ()
+        if self.sampler is not None:
+            groups = sorted(self.buffer.finished.values(), key=lambda group: (group.oldest_version or 0, group.group_id))
+            must = self.must_take(step, groups)
+            chosen = groups[:must] + self.sample(step, groups[must:], self.gate.required - must)
+        return self.buffer.take(step, self.gate.required, chosen)
+
+    def must_take(self, step, groups):
+        """How many of `groups`, the finished ones, oldest first, cannot wait for a later step."""
+        if self.gate.max_lag is None or self.policy != "wait":
+            return 0
+        waiting = self.running + Counter(group.oldest_version or 0 for group in groups)
+        return max(0, -self.spare(step, waiting))
+
+    def sample(self, step, groups, k):
+        """k distinct ones of `groups`, as the sampler says. ValueError for anything else that it says."""
+        chosen = list(self.sampler(groups, k)) if k else []
+        ids, known = [group.group_id for group in chosen], {group.group_id for group in groups}
+        if len(ids) != k or len(set(ids)) != k or not known.issuperset(ids):
+            raise ValueError(f"--custom-sampler-path: step {step} asked for {k} different groups out of {len(groups)}, the "
+                             f"sampler returned {ids[:20]}")
+        return chosen
 
     def trained(self, step):
         self.buffer.trained(step)

@@ -120,7 +120,7 @@ def root_cause(error):
 def server_command(args, model_path, port, rank=0, host="127.0.0.1"):
     """(argv, env) of one server. args.sglang_args come later than the defaults, and argparse lets the later flag win.
 
-    Reads args.device, bf16, seed, rollout_num_gpus_per_engine, sglang_args.
+    Reads args.device, colocate, bf16, seed, rollout_num_gpus_per_engine, sglang_args.
     """
     cuda, tp = args.device == "cuda", args.rollout_num_gpus_per_engine
     argv = [sys.executable, os.path.join(EXT, "serve.py"), "--skip-tokenizer-init", "--skip-server-warmup",
@@ -129,6 +129,8 @@ def server_command(args, model_path, port, rank=0, host="127.0.0.1"):
     if not cuda:   # --sleep-on-idle: an idle scheduler else burns most of a core
         argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
                  "--sleep-on-idle", "--max-total-tokens", "65536", "--watchdog-timeout", "600"]
+    elif args.colocate:
+        argv += ["--enable-memory-saver"]       # else its memory cannot be given back
     argv += [*args.sglang_args, "--model-path", model_path, "--host", host, "--port", str(port)]
     return argv, server_environment(cuda, tp)
 
@@ -188,8 +190,9 @@ class Server:
     Reads what `server_command` reads and args.hf_checkpoint, run_dir, sglang_port, engine_start_timeout.
     """
 
-    def __init__(self, rank, args):
-        self.rank, self.args, self.process = rank, args, None
+    def __init__(self, rank, args, gpus=None):
+        """gpus: ids of the devices to use, where this process has not been given its own."""
+        self.rank, self.args, self.gpus, self.process = rank, args, gpus, None
         self.log = os.path.join(args.run_dir, "logs", f"engine_{rank}.log")
 
     def start(self):
@@ -202,6 +205,8 @@ class Server:
         argv, env = server_command(args, args.hf_checkpoint, port, self.rank, host)
         self.scratch = tempfile.mkdtemp(prefix="offbeat-")   # SGLang leaves its sockets behind
         env["TMPDIR"] = env["OFFBEAT_SCRATCH"] = self.scratch
+        if self.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         os.makedirs(os.path.dirname(self.log), exist_ok=True)
         with open(self.log, "a") as log:
             self.log_start = log.tell()

@@ -1,10 +1,12 @@
 """Puts processes on machines: starts Ray, the engines, the training ranks and the rollout manager, and takes them down.
 
-Training and rollout GPUs are disjoint because each actor reserves its own in Ray; that is checked here, not hoped for.
+Training and rollout GPUs are disjoint because each actor reserves its own in Ray; that is checked here, not hoped for. With
+--colocate they are the same on purpose: only the training ranks reserve, and each engine is told their GPUs.
 """
 
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import sys
@@ -20,6 +22,7 @@ from tqdm import tqdm
 import checkpoint
 from args import nodes_needed, policies
 from engine import EngineError, SGLangEngine, free_address
+from replay import ReplayManager
 from rollout import RolloutManager
 from trainer import TrainWorker
 from sync_weights import sync_weights
@@ -38,6 +41,7 @@ def run(train, args):
         if args.load and step >= (args.num_rollout or 0) and not (args.eval_only or args.save_hf):
             raise ValueError(f"--load {args.load}: the checkpoint has {step} steps already, so --num-rollout {args.num_rollout} "
                              f"leaves nothing to do")
+        write_flags(args)
         start_ray(args)
         signal.signal(signal.SIGTERM, end)                     # Ray has put its own handler there
         trainers, rollout = launch(args, engines)
@@ -75,6 +79,13 @@ def take_folder(args):
     return lock
 
 
+def write_flags(args):
+    """RUN/args.json: what the run was made with, for a replay and for the reader."""
+    if not args.eval_only:
+        with open(os.path.join(args.run_dir, "args.json"), "w") as f:
+            json.dump(vars(args), f, indent=1)
+
+
 def close(tracker):
     if tracker:
         tracker.bar.close()               # else the bar would write over what is said now
@@ -87,7 +98,7 @@ def finish(args, step, trainers, rollout, tracker, save):
         checkpoint.save(args, step, trainers, rollout)
     if args.save_hf:                      # before the evaluation: its failure must not cost the weights
         ray.get([trainer.export.remote(args.save_hf) for trainer in trainers])
-    if args.eval_sets and not args.debug_train_only:
+    if args.eval_sets and not args.without_engines:
         tracker.note(sync_weights(trainers, rollout, version=step))
         tracker.evaluate(rollout)
     ray.get([trainer.leave_engines.remote() for trainer in trainers])
@@ -132,7 +143,7 @@ def start_ray(args):
     else:
         ray.init(num_cpus=args.world_size + args.num_engines + 1, num_gpus=0, **quiet)
     have, training = int(ray.cluster_resources().get("GPU", 0)), 0 if args.debug_rollout_only else args.world_size
-    rollout = 0 if args.debug_train_only or args.rollout_external_engine_addrs else args.rollout_num_gpus
+    rollout = 0 if args.without_engines or args.rollout_external_engine_addrs or args.colocate else args.rollout_num_gpus
     if args.device == "cuda" and training + rollout > have:
         raise ValueError(f"{training} GPUs for training (--actor-num-nodes {args.actor_num_nodes} x "
                          f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}) + {rollout} for --rollout-num-gpus = "
@@ -145,13 +156,14 @@ def launch(args, engines):
     `engines` is filled as they start, so that the caller can stop them when a later part fails."""
     started = time.time()
     urls = args.rollout_external_engine_addrs
-    if not (args.debug_train_only or urls):
-        options = reserve(args.num_engines, args.rollout_num_gpus_per_engine, args.device)
-        engines += [SGLangEngine.options(**options[i]).remote(i, args) for i in range(args.num_engines)]
-    starting = [engine.start.remote() for engine in engines]
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)   # beside the run's folder
-    rollout = ray.remote(RolloutManager).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote(args)
-    trainers = start_trainers(args)
+    manager = ray.remote(ReplayManager if args.replay and not args.replay_data_only else RolloutManager)
+    rollout = manager.options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote(args)
+    options = reserve(0 if args.debug_rollout_only else args.world_size, 1, args.device)
+    trainers = start_trainers(args, options)
+    if not (args.without_engines or urls):
+        engines += start_engines(args, trainers, options)
+    starting = [engine.start.remote() for engine in engines]
     wait_for([*starting, *(trainer.ready.remote() for trainer in trainers), rollout.ready.remote()],
              max(args.engine_start_timeout, args.distributed_timeout),
              f"{len(engines)} engines, {len(trainers)} training ranks, rollout manager")
@@ -163,10 +175,20 @@ def launch(args, engines):
     return trainers, rollout
 
 
-def start_trainers(args):
+def start_engines(args, trainers, options):
+    """One actor for each server. Colocated ones start when the training ranks have taken their memory, beside the first rank
+    of those whose GPUs they use."""
+    count, tp = args.num_engines, args.rollout_num_gpus_per_engine
+    if not (args.colocate and trainers and args.device == "cuda"):
+        return [SGLangEngine.options(**option).remote(i, args) for i, option in enumerate(reserve(count, tp, args.device))]
+    gpus = ray.get([trainer.gpu.remote() for trainer in trainers], timeout=args.distributed_timeout)
+    return [SGLangEngine.options(num_gpus=0, scheduling_strategy=options[i * tp]["scheduling_strategy"])
+            .remote(i, args, gpus[i * tp:(i + 1) * tp]) for i in range(count)]
+
+
+def start_trainers(args, options):
     if args.debug_rollout_only:
         return []
-    options = reserve(args.world_size, 1, args.device)
     address = ray.remote(free_address).options(**options[0])
     host, port = ray.get(address.remote(), timeout=args.distributed_timeout)
     worker = ray.remote(TrainWorker)
@@ -176,7 +198,7 @@ def start_trainers(args):
 def reserve(count, gpus, device):
     """Actor options for `count` actors of `gpus` GPUs each, packed on as few nodes as possible. A GPU reserved here is
     nobody else's, so training and rollout cannot end up on the same one."""
-    if device == "cpu":
+    if device == "cpu" or count == 0:
         return [{"num_cpus": 0}] * count
     group = placement_group([{"GPU": gpus, "CPU": 1}] * count, strategy="PACK")
     if not group.wait(120):

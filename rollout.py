@@ -24,6 +24,7 @@ import ray
 from transformers import AutoTokenizer
 
 from args import load_function
+from batch import batch_metrics, load_groups, make_batch, plain_column, save_groups
 from buffer import Buffer, Gate, Group, Ledger, Sample, Stream
 from data import PromptRows
 from engine import EngineClient, EngineError, api_key
@@ -42,6 +43,7 @@ class Aborted(Exception):
 @dataclass
 class Lane:
     """What the manager knows about one engine."""
+    rank: int
     url: str
     client: EngineClient
     slots: asyncio.Semaphore          # bounds the requests in flight; the next one starts at every completion
@@ -71,21 +73,14 @@ class RolloutManager:
         self.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
         self.lanes = []
         self.stops = stop_ids(args, self.tokenizer)
-        self.buffer = None                        # nothing is drawn to evaluate, or to train on saved batches
-        if args.prompt_data and not args.eval_only:
-            rows, ledger = PromptRows(args.prompt_data, args, self.tokenizer), Ledger(ledger_path(args))
-            self.buffer = Buffer(rows, args.n_samples_per_prompt, args.seed, ledger, shuffle=args.rollout_shuffle,
-                                 num_epoch=args.num_epoch, partial_rollout=args.partial_rollout)
-        self.stream = None                        # train_fully_async.py: generation never stops
-        if self.buffer and args.fully_async and not args.load_debug_rollout_data:
-            gate = Gate(args.groups_per_step, args.staleness_threshold, args.update_weights_interval, args.max_lag,
-                        args.num_rollout)
-            self.stream = Stream(self.buffer, gate, args.max_lag_policy)
+        self.buffer = make_buffer(args, self.tokenizer)
+        self.stream = make_stream(args, self.buffer)
         self.last_drop = None                     # the reason, for the message of a run that gives up
         self.tasks, self.failure, self.held, self.counts = set(), None, True, Counter()
         self.news = asyncio.Event()               # something landed
         self.eval_rows = {name: PromptRows(path, args, self.tokenizer) for name, path in args.eval_sets}
         self.version = None                       # published to all engines
+        self.released = False                     # the engines' memory is lent to the training
         self.works = {}                           # group id -> Work, of the groups in flight
         self.session = None
         self.threads = ThreadPoolExecutor(64, "reward")
@@ -108,7 +103,7 @@ class RolloutManager:
         key = api_key(self.args)
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         slots = self.args.sglang_server_concurrency
-        self.lanes = [Lane(url, EngineClient(url, key), asyncio.Semaphore(slots)) for url in urls]
+        self.lanes = [Lane(rank, url, EngineClient(url, key), asyncio.Semaphore(slots)) for rank, url in enumerate(urls)]
 
     # ---- the batch of a step ------------------------------------------------------------------------------
     async def generate(self, step):
@@ -117,10 +112,12 @@ class RolloutManager:
         groups, counts = await self.next_groups(step)
         if groups is None:
             return None, {}
-        if self.args.save_debug_rollout_data:
-            save_groups(self.args.save_debug_rollout_data.format(step=step), groups)
         seconds = time.time() - started
-        metrics = {**batch_metrics(step, groups), **counts, "perf/generate_time": seconds, **self.lane_metrics(seconds)}
+        for path in filter(None, (self.args.record_path, self.args.save_debug_rollout_data)):
+            await asyncio.to_thread(save_groups, path.format(step=step), groups)
+        metrics = {**batch_metrics(self.args, step, groups), **counts, "perf/generate_time": seconds, **self.lane_metrics(seconds)}
+        if self.buffer:
+            metrics.update({f"length_bias/{fate}": bias for fate, bias in self.buffer.length_bias().items()})
         return ray.put(make_batch(self.args, step, groups)), metrics
 
     async def next_groups(self, step):
@@ -237,6 +234,7 @@ class RolloutManager:
         try:
             if not 0 < len(group.samples[0].prompt_tokens) <= self.args.rollout_max_prompt_len:
                 raise Dropped("prompt_too_long" if group.samples[0].prompt_tokens else "prompt_empty")
+            self.buffer.ledger.write("submit", group=group.group_id, engine=work.lane.rank)
             await gather(self.run_sample(work, sample) for sample in group.samples)
             if any(sample.status == "pending" for sample in group.samples):
                 return self.buffer.put_back(group)                           # aborted
@@ -264,6 +262,8 @@ class RolloutManager:
     def accept(self, group, counts):
         """The filter looks at the task's rewards; what passes waits in the buffer for a batch."""
         rewards = [sample.reward for sample in group.samples]
+        for sample in group.samples:
+            sample.columns = {name: plain_column(sample, name) for name in sample.columns}
         verdict = True if self.keep_group is None else no_exit(self.keep_group, self.args, group.samples)
         if not isinstance(verdict, str) and verdict:        # numpy's and torch's truths, too
             return self.buffer.finish(group)
@@ -277,8 +277,11 @@ class RolloutManager:
         By id, not all at once: an evaluation may be running beside, and a group that was started again after an abort must
         be allowed to finish, or long answers never do. The engine misses an id that arrives before its request: say it again.
         """
-        for work in self.works.values():
-            work.aborting = work.aborting or not work.group.keep
+        fresh = [work for work in self.works.values() if not (work.aborting or work.group.keep)]
+        if fresh:
+            self.buffer.ledger.write("abort", groups=[work.group.group_id for work in fresh])
+        for work in fresh:
+            work.aborting = True
         while tasks:                               # bounded: each request and each reward has its own limit and tries
             works = [work for work in self.works.values() if work.aborting]
             await gather(self.say_abort(work.lane, rid) for work in works for rid in list(work.rids))
@@ -347,7 +350,7 @@ class RolloutManager:
         problem = None
         for attempt in range(self.args.max_sample_retries):
             rid = uuid.uuid4().hex
-            with busy(work, rid):
+            with busy(work, rid, sample):
                 try:
                     answer = await self.post(work.lane, "/generate", {**payload, "rid": rid}, self.args.generate_timeout)
                     self.take_answer(work, sample, answer)
@@ -445,10 +448,19 @@ class RolloutManager:
     async def pause(self):
         """Stops generation on every engine and empties the KV caches. Nothing runs there then: a loop syncs between two
         batches, and a stream is held first."""
+        if self.released:                          # paused already
+            return await gather(asyncio.to_thread(lane.client.resume_memory, ["weights"]) for lane in self.lanes)
         if self.stream:
             await self.hold()
         await gather(asyncio.to_thread(lane.client.pause) for lane in self.lanes)
         await gather(asyncio.to_thread(lane.client.flush_cache) for lane in self.lanes)
+
+    async def release_memory(self):
+        """--colocate: the engines, where nothing runs between two batches, give their memory to the training. The next sync
+        takes it back, for what it writes first: the weights before they are sent, the cache behind them."""
+        await self.pause()
+        await gather(asyncio.to_thread(lane.client.release_memory) for lane in self.lanes)
+        self.released = True
 
     async def publish(self, version, expected):
         """Checks every engine's fingerprints against the trainer's, then names the new version. expected: see fingerprint.py."""
@@ -458,11 +470,16 @@ class RolloutManager:
                 check_fingerprints(expected, found, lane.url)
         await gather(asyncio.to_thread(lane.client.set_version, version) for lane in self.lanes)
         self.version = version
+        if self.buffer:
+            self.buffer.ledger.write("sync", version=version)
         if self.stream:
             self.stream.publish(version)
 
     async def resume(self):
         """Lets every engine go on, whatever the others answer; then raises what one of them answered."""
+        if self.released:
+            await gather(asyncio.to_thread(lane.client.resume_memory, ["kv_cache", "cuda_graph"]) for lane in self.lanes)
+            self.released = False
         answers = await asyncio.gather(*(asyncio.to_thread(lane.client.resume) for lane in self.lanes), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -483,15 +500,7 @@ class RolloutManager:
             self.buffer.trained(step)
 
     def save(self, folder, step):
-        """Writes the buffer's whole state, the batch that waits for training included."""
-        if self.buffer:
-            self.buffer.ledger.write("save", step=step)
-        with open(os.path.join(folder, "buffer.json"), "w") as f:
-            f.write(json.dumps(self.buffer and self.buffer.state()))   # json.dump writes piece by piece, a third slower
-            f.flush()
-            os.fsync(f.fileno())
-        if self.buffer:
-            self.buffer.ledger.sync()
+        save_buffer(self.buffer, folder, step)
 
     def load(self, folder, step):
         with open(os.path.join(folder, "buffer.json")) as f:
@@ -545,16 +554,17 @@ async def gather(coroutines):
 
 
 @contextlib.contextmanager
-def busy(work, rid):
-    """Names a request for an abort, and counts the time that its engine has something to do."""
-    lane = work.lane
+def busy(work, rid, sample):
+    """Names a request for an abort, and counts the sample's time with its engine and the engine's with anything to do."""
+    lane, started = work.lane, time.time()
     work.rids.add(rid)
     lane.requests += 1
     if lane.requests == 1:
-        lane.since = time.time()
+        lane.since = started
     try:
         yield
     finally:
+        sample.seconds += time.time() - started
         work.rids.discard(rid)
         lane.requests -= 1
         if lane.requests == 0:
@@ -602,8 +612,38 @@ def stop_ids(args, tokenizer):
     return sorted(found - {None})
 
 
-def ledger_path(args):
-    return None if args.debug_rollout_only or args.load_debug_rollout_data else os.path.join(args.run_dir, "ledger.jsonl")
+def make_buffer(args, tokenizer):
+    """The buffer over --prompt-data, or None: nothing is drawn to evaluate, or to train on saved batches."""
+    if not args.prompt_data or args.eval_only:
+        return None
+    recorded = not (args.debug_rollout_only or args.load_debug_rollout_data)
+    ledger = Ledger(os.path.join(args.run_dir, "ledger.jsonl") if recorded else None)
+    return Buffer(PromptRows(args.prompt_data, args, tokenizer), args.n_samples_per_prompt, args.seed, ledger,
+                  shuffle=args.rollout_shuffle, num_epoch=args.num_epoch, partial_rollout=args.partial_rollout)
+
+
+def make_stream(args, buffer, trained_steps=0):
+    """For train_fully_async.py, whose generation never stops; else None."""
+    if not args.fully_async or args.load_debug_rollout_data or buffer is None:
+        return None
+    sampler = None
+    if args.custom_sampler_path:
+        function = load_function(args.custom_sampler_path, "--custom-sampler-path", 3)
+        sampler = lambda groups, k: function(args, groups, k)
+    gate = Gate(args.groups_per_step, args.staleness_threshold, args.update_weights_interval, args.max_lag, args.num_rollout)
+    return Stream(buffer, gate, args.max_lag_policy, trained_steps, sampler)
+
+
+def save_buffer(buffer, folder, step):
+    """Writes the buffer's whole state, the batch that waits for training included; null where there is none."""
+    if buffer:
+        buffer.ledger.write("save", step=step)
+    with open(os.path.join(folder, "buffer.json"), "w") as f:
+        f.write(json.dumps(buffer and buffer.state()))     # json.dump writes piece by piece, a third slower
+        f.flush()
+        os.fsync(f.fileno())
+    if buffer:
+        buffer.ledger.sync()
 
 
 def new_sample(row, group_id, number, index):
@@ -615,69 +655,3 @@ def sampling_seed(seed, sample):
     """A seed of its own for each sample, the same in every repetition of a run; engines that sample deterministically use it."""
     text = f"{seed}/{sample.group_id}/{sample.row}/{sample.index}"
     return int.from_bytes(hashlib.blake2s(text.encode(), digest_size=4).digest(), "big") >> 1
-
-
-def make_batch(args, step, groups):
-    """Groups -> columns. Every list has one entry for each sample: S = groups x n, in the order of the groups."""
-    samples = [sample for group in groups for sample in group.samples]
-    return {"step": step,
-            "group_ids": [s.group_id for s in samples],
-            "tokens": [np.array(s.prompt_tokens + s.response_tokens, dtype=np.int64) for s in samples],
-            "response_lengths": [len(s.response_tokens) for s in samples],
-            "loss_mask": [loss_mask(args, step, s) for s in samples],
-            "rollout_logprobs": [np.array(s.rollout_logprobs, dtype=np.float32) for s in samples],
-            "rewards": [s.reward for s in samples],
-            "columns": own_columns(samples),
-            "versions": [[list(run) for run in s.version_runs] for s in samples]}
-
-
-def own_columns(samples):
-    """{name: [S] numbers or lists of one number a token}. ValueError, naming the sample, where they do not fit it."""
-    names = sorted({name for s in samples for name in s.columns})
-    for s in samples:
-        for name in names:
-            shape = np.shape(s.columns.get(name, ""))
-            if name not in s.columns or shape not in ((), (len(s.response_tokens),)):
-                problem = f"has the shape {shape}" if name in s.columns else "is missing"
-                raise ValueError(f"{s.name}: column {name!r} {problem}; it must be a number, or one for each of the "
-                                 f"{len(s.response_tokens)} response tokens")
-    return {name: [s.columns[name] for s in samples] for name in names}
-
-
-def loss_mask(args, step, sample):
-    mask = np.array(sample.loss_mask, dtype=np.float32)
-    if args.fully_async and args.max_lag_policy == "mask" and args.max_lag is not None:
-        lags = np.repeat([step - version for version, _ in sample.version_runs], [count for _, count in sample.version_runs])
-        mask[lags > args.max_lag] = 0
-    if args.mask_offpolicy_in_partial_rollout and len(sample.version_runs) > 1:
-        mask[:-sample.version_runs[-1][1]] = 0     # only the newest version's tokens stay in the loss
-    return mask
-
-
-def batch_metrics(step, groups):
-    samples = [sample for group in groups for sample in group.samples]
-    runs = [(step - version, count) for s in samples for version, count in s.version_runs]
-    tokens = sum(count for _, count in runs)
-    return {"rollout/reward": float(np.mean([s.reward for s in samples])),
-            "rollout/response_len": float(np.mean([len(s.response_tokens) for s in samples])),
-            "rollout/response_len_max": max(len(s.response_tokens) for s in samples),
-            "rollout/truncated": float(np.mean([s.status == "truncated" for s in samples])),
-            "rollout/zero_spread": float(np.mean([len({s.reward for s in g.samples}) == 1 for g in groups])),
-            "rollout/tokens": tokens,
-            "staleness/min": min(lag for lag, _ in runs), "staleness/max": max(lag for lag, _ in runs),
-            "staleness/mean": sum(lag * count for lag, count in runs) / tokens,
-            "staleness/off_policy_token_frac": sum(count for lag, count in runs if lag > 0) / tokens}
-
-
-def save_groups(path, groups):
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(path, "w") as f:
-        for group in groups:
-            f.write(json.dumps(group.to_json()) + "\n")
-
-
-def load_groups(path):
-    if not os.path.exists(path):
-        raise ValueError(f"--load-debug-rollout-data: there is no {path}")
-    with open(path) as f:
-        return [Group.from_json(json.loads(line)) for line in f]

@@ -21,6 +21,9 @@ class Tracker:
         self.evals = Table(os.path.join(args.run_dir, "eval.jsonl"), "version", cut)
         self.bar = tqdm(total=args.num_rollout, initial=start_step, unit="step", dynamic_ncols=True, mininterval=1)
         self.version, self.board = None, None
+        self.recorded = {}                # step -> row of the run that is replayed; on GPUs sums have no fixed order
+        if args.replay and not args.replay_data_only and args.device == "cpu":
+            self.recorded = {row["step"]: row for row in read_rows(os.path.join(args.replay, "metrics.jsonl"))}
         if args.use_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(os.path.join(args.run_dir, "tensorboard"))
@@ -49,6 +52,8 @@ class Tracker:
         row["perf/train_idle_share"] = max(0.0, 1 - row.get("perf/train_time", 0.0) / seconds)
         row["perf/rollout_idle_share"] = max(0.0, 1 - row["perf/engine_busy_time"] / seconds)
         self.pending = {}
+        if self.recorded:
+            compare(self.args.replay, row, self.recorded)
         self.rows.add(row)
         self.write_board(step, row)
         self.bar.update(1)
@@ -83,9 +88,22 @@ class Tracker:
         self.say(f"evaluation of version {results['version']}: {rewards}")
 
     # ---- output -------------------------------------------------------------------------------------------
+    def say_speed(self, rows):
+        """The speed report of an asynchronous run; also RUN/speed.json."""
+        if self.args.script == "train_sync.py":
+            return
+        s = speed(self.args, rows)
+        with open(os.path.join(self.args.run_dir, "speed.json"), "w") as f:
+            json.dump(s, f, indent=1)
+        print(f"speed: {s['sync'] / s['async']:.2f} x train_sync.py with these flags, which would take {s['sync']:.2f} s a step: "
+              f"{s['hidden generation']:+.2f} s by hidden generation, {s['fewer syncs']:+.2f} by fewer syncs. Against other loops: "
+              f"{s['no log-prob pass']:+.2f} where they recompute old log-probs, {s['fewer training GPUs']:+.2f} where they train on "
+              f"all GPUs")
+
     def write_board(self, step, values):
         for name, value in values.items() if self.board else ():
-            self.board.add_scalar(name, value, step)
+            if not isinstance(value, dict):        # a histogram
+                self.board.add_scalar(name, value, step)
 
     def say(self, text):
         with self.bar.external_write_mode():
@@ -107,14 +125,40 @@ class Tracker:
             print(f"seconds per step: {mean('perf/step_time'):.2f} = waiting for generation {mean('perf/wait_prev_gen'):.2f} "
                   f"+ sync {mean('sync/time'):.2f} + training {mean('perf/train_time'):.2f} + other; generation "
                   f"{mean('perf/generate_time'):.2f}")
-            print(f"idle: trainer {mean('perf/train_idle_share'):.0%}, engines {mean('perf/rollout_idle_share'):.0%}. "
-                  f"{advice(rows)}")
+            if not self.args.without_engines:
+                print(f"idle: trainer {mean('perf/train_idle_share'):.0%}, engines {mean('perf/rollout_idle_share'):.0%}. "
+                      f"{advice(rows)}")
+                self.say_speed(rows)
         evals = self.evals.read()
         if evals:
             name = self.args.eval_sets[0][0] if self.args.eval_sets else None
             values = [row[f"{name}/reward"] for row in evals if f"{name}/reward" in row]
             if values:
                 print(f"eval_reward {values[0]:.2f} -> {values[-1]:.2f}", flush=True)
+
+
+def speed(args, rows):
+    """Seconds per step that this run gains over `train_sync.py` with its flags, and what from. Means over all steps but the
+    first, which warms up.
+
+    The synchronous step is put together from what was measured here: a batch's samples alone on the engines
+    (perf/lone_generate_time), training, a sync that waits for nothing, and the same rest.
+    {"sync": seconds of that step, "async": of this run's, "hidden generation": s, "fewer syncs": s,
+     "no log-prob pass": further seconds against a loop that recomputes old log-probs (their forward pass is about a third of
+     the update), "fewer training GPUs": seconds lost against a loop that trains on all GPUs, if that scales perfectly}
+    The first two parts add up to sync - async.
+    """
+    rows = rows[1:] or rows
+    mean = lambda name: statistics.fmean(row.get(name, 0.0) for row in rows)
+    step, waited = mean("perf/step_time"), mean("perf/wait_prev_gen") + mean("sync/pause_time")
+    syncing = mean("sync/time") - mean("sync/pause_time")             # of each step, on average
+    alone = statistics.fmean([row["sync/time"] - row["sync/pause_time"] for row in rows if "sync/time" in row] or [0.0])
+    generation, update = mean("perf/lone_generate_time"), mean("perf/train_time") - mean("perf/log_probs_time")
+    share = args.rollout_num_gpus / (args.rollout_num_gpus + args.world_size)
+    return {"sync": step - waited - syncing + generation + alone, "async": step, "hidden generation": generation - waited,
+            "fewer syncs": alone - syncing,
+            "no log-prob pass": update / 3 if args.policy_old == "rollout" else 0.0,
+            "fewer training GPUs": -mean("perf/train_time") * share}
 
 
 def advice(rows):
@@ -150,10 +194,19 @@ class Table:
             f.write(json.dumps(row) + "\n")
 
     def read(self):
-        """All whole rows; the last line may be torn by a kill."""
-        rows = []
-        with open(self.path) as f:
-            for line in f:
-                if line.endswith("\n"):
-                    rows.append(json.loads(line))
-        return rows
+        return read_rows(self.path)
+
+
+def read_rows(path):
+    """All whole rows; the last line may be torn by a kill."""
+    with open(path) as f:
+        return [json.loads(line) for line in f if line.endswith("\n")]
+
+
+def compare(run, row, recorded):
+    """A replayed step must say of its training what the record says, to the last bit. ValueError at the first difference."""
+    before = recorded.get(row["step"])
+    for name, value in row.items() if before else ():
+        if name.startswith(("train/", "rollout/reward", "staleness/")) and before.get(name) != value:
+            raise ValueError(f"--replay {run}: the replay departs from the record in step {row['step']}: {name} was "
+                             f"{before.get(name)!r}, is {value!r}")

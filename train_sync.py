@@ -1,6 +1,7 @@
 """Synchronous training: generate batch i with the weights of version i, train on it, publish version i + 1.
 
-`ray.get` stands around the generation, so nothing overlaps and every token has lag 0.
+`ray.get` stands around the generation, so nothing overlaps and every token has lag 0. With --colocate the engines and the
+trainers share the GPUs, and take turns with their memory.
 `diff train_sync.py train_async.py` is the explanation of one-step-off training.
 """
 
@@ -26,6 +27,9 @@ def train(args, trainers, rollout, tracker, start_step):
             batch, metrics = ray.get(rollout.generate.remote(step))
         if batch is None:
             return step                                             # the data have ended
+        if args.colocate:
+            tracker.collect_evaluation()                            # it needs the engines
+            ray.get(rollout.release_memory.remote())                # until the next sync
 
         trained = ray.get([trainer.train.remote(step, batch) for trainer in trainers])
         ray.get(rollout.trained.remote(step))

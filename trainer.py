@@ -59,8 +59,10 @@ class TrainWorker:
             self.begin_cycle(step)
         updates = [self.plan(batch, range(i, i + size)) for i in range(0, len(batch["tokens"]), size)]
         noted = self.add_columns(step, batch, updates)
+        prepared = time.time()            # with --policy-old recompute: the pass for old log-probs lies before
         sums = [self.update(batch, plan) for plan in updates]
-        return {**step_metrics(sums), **noted, "train/lr": lr, "perf/train_time": time.time() - started}
+        return {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
+                "perf/train_time": time.time() - started}
 
     def plan(self, batch, indices):
         """Cuts the samples `indices` into micro-batches. Returns this rank's list of lists of sample indices."""
@@ -224,6 +226,10 @@ class TrainWorker:
                                     chunk=self.args.log_probs_chunk_size, entropy=entropy)
 
     # ---- weights ------------------------------------------------------------------------------------------
+    def gpu(self):
+        """The id of this rank's device, as CUDA_VISIBLE_DEVICES of an engine beside it names it."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
     def join_engines(self, urls, group):
         self.sender.join(urls, group)
 

@@ -118,6 +118,12 @@ def read_jsonl(path):
         return []
 
 
+def read_groups(path):
+    """The groups of a batch's file, as plain dicts."""
+    from batch import load_groups
+    return [group.to_json() for group in load_groups(str(path))]
+
+
 def metrics(output_dir, run_name):
     return read_jsonl(os.path.join(output_dir, run_name, "metrics.jsonl"))
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from buffer import Buffer, Gate, Ledger, Stream
+from buffer import Buffer, Gate, Group, Ledger, Stream
 from scripts import simulate as simulator
 from scripts.simulate import ROWS, simulate
 
@@ -72,6 +72,102 @@ def test_training_opens_nothing_and_a_new_version_does():
     assert stream.draw() == []
     stream.publish(1)
     assert len(stream.draw()) == 2
+
+
+def finish(stream, group, version):
+    sample = group.samples[0]
+    sample.append([0], [0.0], version)
+    sample.status, sample.reward = "completed", 1.0
+    stream.buffer.finish(group)
+    stream.landed(group)
+
+
+def interrupted_stream(sampler=None):
+    """Batches of 4, --max-lag 2: 12 groups start with version 0, 4 are trained in step 0, the other 8 are interrupted by the sync
+    of version 1 and go on beside 4 new ones. Returns (stream, the 8 old groups, the 4 new ones)."""
+    stream = Stream(Buffer(ROWS, 1, 0, Ledger(None), partial_rollout=True), Gate(4, 2.0, 1, max_lag=2), sampler=sampler)
+    groups = stream.draw()
+    assert len(groups) == 12
+    for group in groups[:4]:
+        finish(stream, group, 0)
+    assert [group.group_id for group in stream.take(0)] == [0, 1, 2, 3]
+    stream.trained(0)
+    for group in groups[4:]:
+        group.samples[0].append([0], [0.0], 0)
+        stream.buffer.put_back(group)
+        stream.landed(group)
+    stream.publish(1)
+    again = stream.draw()
+    assert [group.group_id for group in again] == list(range(4, 16))
+    return stream, again[:8], again[8:]
+
+
+def test_a_step_waits_when_later_steps_could_not_train_all_that_runs_in_time():
+    """8 groups of version 0 are due by step 2, and step 2 trains 4: so step 1 must hold 4 of them, though 4 groups of version 1
+    are finished before."""
+    stream, old, new = interrupted_stream()
+    for group in new:
+        finish(stream, group, 1)
+    assert not stream.ready(1)
+    for group in old[:3]:
+        finish(stream, group, 1)
+    assert not stream.ready(1)
+    finish(stream, old[3], 1)
+    assert stream.ready(1) and [group.group_id for group in stream.take(1)] == [4, 5, 6, 7]
+
+
+def test_a_sampler_chooses_among_what_can_wait():
+    """All 12 are finished: 4 of the 8 old ones cannot wait, so step 1 has no choice; in step 2 all old ones are due; then the
+    sampler, which likes the youngest, chooses."""
+    asked = []
+
+    def youngest(groups, k):
+        asked.append(([group.group_id for group in groups], k))
+        return groups[-k:]
+
+    stream, old, new = interrupted_stream(youngest)
+    for group in [*new, *old]:
+        finish(stream, group, 1)
+    assert [group.group_id for group in stream.take(1)] == [4, 5, 6, 7]
+    stream.trained(1)
+    stream.publish(2)
+    for group in stream.draw():
+        finish(stream, group, 2)
+    assert [group.group_id for group in stream.take(2)] == [8, 9, 10, 11]
+    assert asked == []                             # there was nothing to choose
+    stream.trained(2)
+    assert [group.group_id for group in stream.take(3)] == [12, 13, 14, 15]     # of version 1, due now
+    stream = Stream(Buffer(ROWS, 1, 0, Ledger(None)), Gate(2, 2.0, 1), sampler=youngest)
+    for group in stream.draw():
+        finish(stream, group, 0)
+    assert [group.group_id for group in stream.take(0)] == [4, 5] and asked == [([0, 1, 2, 3, 4, 5], 2)]
+
+
+@pytest.mark.parametrize("answer", [lambda groups, k: groups[:1], lambda groups, k: groups[:1] * k,
+                                    lambda groups, k: [Group(99, 0, 0, [])] * k])
+def test_a_sampler_that_answers_wrongly_is_named(answer):
+    stream = Stream(Buffer(ROWS, 1, 0, Ledger(None)), Gate(2, 1.0, 1), sampler=answer)
+    for group in stream.draw():
+        finish(stream, group, 0)
+    with pytest.raises(ValueError, match="--custom-sampler-path: step 0 asked for 2 different groups out of 4"):
+        stream.take(0)
+    assert stream.buffer.finished_count == 4       # nothing is lost
+
+
+def test_length_bias_by_hand():
+    """Trained answers of 1 and 3 tokens, one of 10 dropped: the mean of all is 14 / 3."""
+    buffer = Buffer(ROWS, 1, 0, Ledger(None))
+    for group, length in zip(buffer.draw(3), (1, 3, 10)):
+        group.samples[0].append([0] * length, [0.0] * length, 0)
+        group.samples[0].status, group.samples[0].reward = "completed", 1.0
+        buffer.finish(group)
+    buffer.drop(buffer.finished[2], "lag")
+    buffer.take(0, 2)
+    buffer.trained(0)
+    assert buffer.length_bias() == {"lag": 10 / (14 / 3), "trained": 2 / (14 / 3)}
+    again = Buffer(ROWS, 1, 0, Ledger(None))
+    again.load_state(json.loads(json.dumps(buffer.state())))
+    assert again.length_bias() == buffer.length_bias()
 
 
 # ---- timelines by hand ------------------------------------------------------------------------------------
@@ -194,7 +290,7 @@ def test_max_lag_holds_and_all_make_progress(policy, k, max_lag, partial):
             conserved(world, event, fields)
             batch = world.buffer.waiting(fields["step"]) if event == "batch" else []
             for version, count in [run for group in batch for sample in group.samples for run in sample.version_runs]:
-                lag = fields["step"] - version                    # the rule of rollout.loss_mask, run by run
+                lag = fields["step"] - version                    # the rule of batch.loss_mask, run by run
                 (without if policy == "mask" and lag > max_lag else with_loss)[lag] += count
 
         result = run("c", steps=24, lengths=HEAVY, staleness_threshold=3.0, update_weights_interval=k, max_lag=max_lag,
@@ -223,10 +319,10 @@ def test_each_policy_does_something_where_the_lag_would_be_too_large():
 
 
 def test_the_mask_of_the_rollout_manager_is_the_rule_of_the_simulator():
-    import rollout                                     # takes seconds: only here
+    import batch
     args = SimpleNamespace(fully_async=True, max_lag_policy="mask", max_lag=1, mask_offpolicy_in_partial_rollout=False)
     sample = SimpleNamespace(loss_mask=[1] * 6, version_runs=[[2, 3], [3, 1], [4, 2]])
-    assert rollout.loss_mask(args, 4, sample).tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch.loss_mask(args, 4, sample).tolist() == [0, 0, 0, 1, 1, 1]
 
 
 # ---- how fast the modes are -------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_lags_and_equivalence_of_the_scripts(model, engine, tmp_path):
     is train_fully_async.py with threshold 0, which must be on-policy to its last token.
     --update-weights-interval 2: lags 1..2 after batch 0. All read from the samples' own versions."""
     urls = engine(2)
-    saved = str(tmp_path / "{name}" / "{{step}}.jsonl")
+    saved = str(tmp_path / "{name}" / "{{step}}.npz")
     for script, name, changes in (("train_sync.py", "sync", {}), ("train_async.py", "async", {}),
                                   ("train_async.py", "lag0", {"max_lag": 0}),
                                   ("train_async.py", "k2", {"update_weights_interval": 2}),
@@ -57,7 +57,7 @@ def test_lags_and_equivalence_of_the_scripts(model, engine, tmp_path):
     for name in ("sync", "async", "lag0", "k2", "stream"):
         lags[name] = []
         for step in range(6):
-            groups = harness.read_jsonl(tmp_path / name / f"{step}.jsonl")
+            groups = harness.read_groups(tmp_path / name / f"{step}.npz")
             versions = {run[0] for group in groups for sample in group["samples"] for run in sample["version_runs"]}
             lags[name].append(sorted(step - v for v in versions))
         rows = harness.metrics(tmp_path, name)
@@ -141,10 +141,10 @@ def test_partial_rollout_continues_and_loses_nothing(model, engine, tmp_path):
     urls = engine(1, lengths="2:1,1:12", unit_seconds=0.05, budget=24)
     harness.succeed("train_async.py", harness.flags(
         model, tmp_path, "partial", urls, num_rollout=8, over_sampling_batch_size=8, partial_rollout=True, save_interval=8,
-        rollout_max_response_len=24, save_debug_rollout_data=str(tmp_path / "data" / "{step}.jsonl")))
+        rollout_max_response_len=24, save_debug_rollout_data=str(tmp_path / "data" / "{step}.npz")))
     mixed = 0
     for step in range(8):
-        for group in harness.read_jsonl(tmp_path / "data" / f"{step}.jsonl"):
+        for group in harness.read_groups(tmp_path / "data" / f"{step}.npz"):
             for sample in group["samples"]:
                 length = len(sample["response_tokens"])
                 assert length == len(sample["loss_mask"]) == len(sample["rollout_logprobs"]) <= 24
@@ -165,11 +165,11 @@ def test_without_partial_rollout_aborted_groups_start_again(model, engine, tmp_p
     urls = engine(1, lengths="2:1,1:12", unit_seconds=0.05, budget=24)
     harness.succeed("train_sync.py", harness.flags(
         model, tmp_path, "reset", urls, num_rollout=8, over_sampling_batch_size=8, rollout_max_response_len=24,
-        save_debug_rollout_data=str(tmp_path / "data" / "{step}.jsonl")))
+        save_debug_rollout_data=str(tmp_path / "data" / "{step}.npz")))
     records = list(Ledger.read(str(tmp_path / "reset" / "ledger.jsonl")))
     back = [r["group"] for r in records if r["event"] == "put_back"]
     assert back and len(back) == len(set(back)), "aborted twice"
-    groups = [g for step in range(8) for g in harness.read_jsonl(tmp_path / "data" / f"{step}.jsonl")]
+    groups = [g for step in range(8) for g in harness.read_groups(tmp_path / "data" / f"{step}.npz")]
     again = [g for g in groups if g["group_id"] in back]
     assert again and all(len(s["version_runs"]) == 1 for g in again for s in g["samples"])
 
@@ -209,15 +209,15 @@ def test_the_two_halves_alone(model, engine, tmp_path):
     """--debug-rollout-only writes batches; --debug-train-only trains on them without an engine, to the same weights as the
     whole run that made them."""
     urls = engine(1)
-    saved = str(tmp_path / "data" / "{step}.jsonl")
+    saved = str(tmp_path / "data" / "{step}.npz")
     harness.succeed("train_sync.py", harness.flags(model, tmp_path, "whole", urls, num_rollout=3, save_interval=3,
                                                    save_debug_rollout_data=saved))
     harness.succeed("train_sync.py", harness.flags(model, tmp_path, "train", num_rollout=3, save_interval=3, prompt_data=None,
                                                    debug_train_only=True, load_debug_rollout_data=saved))
     assert harness.same_bits(weights(tmp_path, "whole", 3), weights(tmp_path, "train", 3))
     harness.succeed("train_sync.py", harness.flags(model, tmp_path, "roll", urls, num_rollout=3, debug_rollout_only=True,
-                                                   save_debug_rollout_data=str(tmp_path / "roll_data" / "{step}.jsonl")))
-    assert len(harness.read_jsonl(tmp_path / "roll_data" / "2.jsonl")) == 4
+                                                   save_debug_rollout_data=str(tmp_path / "roll_data" / "{step}.npz")))
+    assert len(harness.read_groups(tmp_path / "roll_data" / "2.npz")) == 4
     assert not os.path.exists(tmp_path / "roll" / "ledger.jsonl")
 
 

@@ -57,7 +57,7 @@ def differences(data, weights, temperature):
 
     network = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
     worst = 0.0
-    for sample in (s for group in harness.read_jsonl(data) for s in group["samples"]):
+    for sample in (s for group in harness.read_groups(data) for s in group["samples"]):
         prompt, response = sample["prompt_tokens"], sample["response_tokens"]
         with torch.no_grad():
             logits = network(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1]
@@ -75,7 +75,7 @@ def differences(data, weights, temperature):
 def test_three_steps_on_real_parts(layout, temperature, policy_old, model, engines, tmp_path):
     """After every sync both engines sample with exactly the trainer's weights: log-probs agree to 1e-4 with those of the
     exported version, and are far off with the version before. On-policy KL between old and current is 0."""
-    data = str(tmp_path / "{step}.jsonl")
+    data = str(tmp_path / "{step}.npz")
     args, trainers, rollout = launch(model, engines, tmp_path, "run", rollout_temperature=temperature, policy_old=policy_old,
                                      save_debug_rollout_data=data, rollout_batch_size=8, **layout)
     try:
@@ -114,17 +114,37 @@ def test_one_step_off_and_partial_rollout_on_real_parts(model, engines, tmp_path
     finally:
         for actor in [*trainers, rollout]:
             ray.kill(actor)
-    args, trainers, rollout = launch(model, engines, tmp_path, "partial", partial_rollout=True, over_sampling_batch_size=16,
+    args, trainers, rollout = launch(model, engines, tmp_path, "partial", partial_rollout=True, over_sampling_batch_size=16, lr=1e-4,
                                      rollout_max_response_len=200, max_tokens_per_gpu=512,
-                                     save_debug_rollout_data=str(tmp_path / "{step}.jsonl"))
+                                     save_debug_rollout_data=str(tmp_path / "{step}.npz"))
     try:
         steps(train_async.train, args, trainers, rollout, 0, 5, "part")
-        samples = [s for step in range(5) for group in harness.read_jsonl(tmp_path / f"{step}.jsonl") for s in group["samples"]]
+        samples = [s for step in range(5) for group in harness.read_groups(tmp_path / f"{step}.npz") for s in group["samples"]]
         for sample in samples:
             length = len(sample["response_tokens"])
             assert length == len(sample["loss_mask"]) == len(sample["rollout_logprobs"]) <= 200
             assert length == sum(count for _, count in sample["version_runs"])
         assert any(len(sample["version_runs"]) > 1 for sample in samples), "nothing was continued: the test shows nothing"
+    finally:
+        for actor in [*trainers, rollout]:
+            ray.kill(actor)
+
+
+@pytest.mark.contract
+def test_colocated_engines_give_their_memory_back_and_go_on(model, engines, tmp_path):
+    """train_sync.py --colocate with over-sampling and partial rollout: generate until the batch is complete, abort, release the
+    memory, train, sync, resume, continue. The engines' weights are checked at each sync, and the batches' log-probs here."""
+    data = str(tmp_path / "{step}.npz")
+    args = parse_args(harness.flags(model, tmp_path, "run", engines, colocate=True, actor_num_gpus_per_node=2, partial_rollout=True,
+                                    over_sampling_batch_size=16, rollout_max_response_len=200, max_tokens_per_gpu=512, lr=1e-4,
+                                    save_debug_rollout_data=data), "train_sync.py")
+    trainers, rollout = placement.launch(args, [])
+    try:
+        rows = steps(train_sync.train, args, trainers, rollout, 0, 4, "part")
+        assert rows[0]["train/logprob_abs_diff"] < 1e-4 and rows[0]["staleness/max"] == 0
+        groups = [group for step in range(4) for group in harness.read_groups(data.format(step=step))]
+        assert any(len(s["version_runs"]) > 1 for group in groups for s in group["samples"]), "nothing was continued"
+        assert max(row["staleness/max"] for row in rows) > 0
     finally:
         for actor in [*trainers, rollout]:
             ray.kill(actor)

@@ -1,0 +1,165 @@
+"""Repeats a recorded run without engines: `--replay RUN`.
+
+`ReplayManager` stands where the RolloutManager stands. It carries out the decisions of RUN/ledger.jsonl, of the line that
+survived, one by one with the real buffer and the real gate, and hands out the samples of RUN/samples. So it is not the record
+that is believed: each draw must give the recorded prompt, the gate must be open for it, each batch must be the one that the
+buffer picks, each token of the version that was published then. The first difference ends the run with its place.
+"""
+
+import asyncio
+
+import ray
+from transformers import AutoTokenizer
+
+from args import samples_path
+from batch import batch_metrics, load_groups, make_batch
+from buffer import Ledger
+from rollout import make_buffer, make_stream, save_buffer
+
+
+class ReplayManager:
+    def __init__(self, args):
+        self.args, self.path = args, f"{args.replay}/ledger.jsonl"
+        self.buffer = make_buffer(args, AutoTokenizer.from_pretrained(args.hf_checkpoint))
+        self.stream = make_stream(args, self.buffer)
+        self.records = list(Ledger.surviving(self.path))
+        self.at = 0                       # the next record
+        self.told = set()                 # what the driver's loop has come to: ("batch", step), ("trained", step), ("sync", version)
+        self.published = 0
+        self.batches = {}                 # step -> groups, handed out next
+        self.news = asyncio.Event()
+
+    # ---- the interface of RolloutManager ------------------------------------------------------------------
+    def ready(self):
+        """Answers once data and record are read."""
+
+    def connect(self, urls):
+        """There are no engines."""
+
+    async def generate(self, step):
+        """The recorded batch of `step`, or (None, {}) where the record ends."""
+        self.tell("batch", step)
+        while step not in self.batches and self.at < len(self.records):
+            self.news.clear()
+            try:
+                await asyncio.wait_for(self.news.wait(), self.args.generate_timeout)
+            except asyncio.TimeoutError:
+                self.depart(f"the loop waits for the batch of step {step}, and this has not come to pass")
+        if step not in self.batches:
+            print(f"--replay {self.args.replay}: the record ends before step {step}", flush=True)
+            return None, {}
+        groups = self.batches.pop(step)
+        metrics = {**batch_metrics(self.args, step, groups), "perf/generate_time": 0.0, "perf/engine_busy_time": 0.0}
+        return ray.put(make_batch(self.args, step, groups)), metrics
+
+    async def trained(self, step):
+        self.tell("trained", step)
+
+    async def pause(self):
+        """Nothing runs."""
+
+    async def publish(self, version, expected):
+        self.tell("sync", version)
+
+    async def resume(self):
+        """Nothing was paused."""
+
+    async def release_memory(self):
+        """There is none."""
+
+    def save(self, folder, step):
+        save_buffer(self.buffer, folder, step)
+
+    # ---- the record ---------------------------------------------------------------------------------------
+    def tell(self, what, number):
+        """The loop has come to this point: goes on to the next record that has to wait for the loop."""
+        self.told.add((what, number))
+        while self.at < len(self.records):
+            record = self.records[self.at]
+            event = record["event"]
+            if event in ("batch", "trained", "sync") and (event, record["version" if event == "sync" else "step"]) not in self.told:
+                break
+            self.apply(event, record)
+            self.at += 1
+        self.news.set()
+
+    def apply(self, event, record):
+        if event == "draw":
+            self.draw(record)
+        elif event in ("finish", "put_back", "drop"):
+            self.land(event, record)
+        elif event == "batch":
+            self.take(record)
+        elif event == "trained":
+            (self.stream or self.buffer).trained(record["step"])
+        elif event == "sync":
+            self.published = record["version"]
+            if self.stream:
+                self.stream.publish(self.published)
+        elif event == "resume":
+            self.resumed(record["step"])
+        # submit, abort, save: they move no group
+
+    def draw(self, record):
+        if self.stream and self.stream.room == 0:
+            self.depart("the gate is closed")
+        group = (self.stream or self.buffer).draw(1)
+        if not group or (group[0].group_id, group[0].row, group[0].epoch) != (record["group"], record["row"], record["epoch"]):
+            self.depart(f"the data give {f'group {group[0].group_id}, row {group[0].row}, epoch {group[0].epoch}' if group else 'none'}")
+
+    def land(self, event, record):
+        """A group comes back as long as it was then. Its new tokens are of the version that is out; their ids come from the file
+        of its batch, if it gets into one."""
+        group, running = self.buffer.in_flight.get(record["group"]), True
+        if group is None and event == "drop":
+            group, running = self.buffer.finished.get(record["group"]), False
+        if group is None:
+            self.depart("the group is not in flight")
+        for sample, length in zip(group.samples, record["tokens"]):
+            new = length - len(sample.response_tokens)
+            if new > 0:
+                sample.append([0] * new, [0.0] * new, self.published)
+        if event == "finish":
+            for sample in group.samples:
+                sample.status, sample.reward = "completed", 0.0
+            self.buffer.finish(group)
+        elif event == "put_back":
+            self.buffer.put_back(group)
+        else:
+            self.buffer.drop(group, record["reason"])
+        if self.stream and running:
+            self.stream.landed(group)
+
+    def take(self, record):
+        step, wanted = record["step"], record["groups"]
+        if self.buffer.finished_count < len(wanted) or self.stream and not self.stream.ready(step):
+            self.depart(f"the batch is not ready: {self.buffer.finished_count} groups are finished")
+        groups = self.stream.take(step) if self.stream else self.buffer.take(step, len(wanted))
+        if [group.group_id for group in groups] != wanted:
+            self.depart(f"the buffer picks {[group.group_id for group in groups]}")
+        recorded = load_groups(samples_path(self.args.replay).format(step=step), "--replay")
+        for group, found in zip(groups, recorded, strict=True):
+            for sample, answer in zip(group.samples, found.samples, strict=True):
+                self.compare(sample, answer)
+                vars(sample).update(vars(answer))
+        self.batches[step] = groups
+
+    def compare(self, sample, answer):
+        """What the buffer knows of a sample and its recorded answer must be of one piece. (An own generate function may date a
+        tool's tokens back, so there only the oldest version is compared.)"""
+        names = ("group_id", "index", "row", "prompt_tokens",
+                 "oldest_version" if self.args.custom_generate_function_path else "version_runs")
+        for name in names:
+            here, there = getattr(sample, name), getattr(answer, name)
+            if here != there:
+                self.depart(f"{answer.name}: {name} is {here} by the decisions and the data, {there} in the samples")
+
+    def resumed(self, step):
+        """The recorded run was resumed here: what was in flight goes back to its prompt."""
+        self.buffer.load_state(self.buffer.state())
+        self.buffer.ledger.resume(step, self.buffer.ledger.seq)
+        self.stream = make_stream(self.args, self.buffer, step)
+
+    def depart(self, why):
+        record = {name: value for name, value in self.records[self.at].items() if name != "time"}
+        raise ValueError(f"--replay: the replay departs from {self.path} at record {record.pop('seq')}, {record}: {why}")
