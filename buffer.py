@@ -40,6 +40,7 @@ class Sample:
     label: str
     prompt_tokens: list[int]
     metadata: dict = field(default_factory=dict)
+    columns: dict = field(default_factory=dict)    # own values of a trajectory for the trainer: {name: number, or one a token}
     response_tokens: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)             # 1: sampled, 0: tool or environment
     rollout_logprobs: list[float] = field(default_factory=list)    # by the engine that sampled; 0.0 where the mask is 0
@@ -77,7 +78,7 @@ class Sample:
 
     def reset(self):
         """Back to the prompt: what is generated anew keeps nothing of older weights."""
-        self.response_tokens, self.loss_mask, self.rollout_logprobs, self.version_runs = [], [], [], []
+        self.response_tokens, self.loss_mask, self.rollout_logprobs, self.version_runs, self.columns = [], [], [], [], {}
         self.response, self.reward, self.seconds, self.status = "", None, 0.0, "pending"
 
     @property

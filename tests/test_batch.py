@@ -1,11 +1,12 @@
 """A batch as columns, numbers and a file; and what a run says of its speed. By hand-computed numbers."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from batch import batch_metrics, load_groups, make_batch, makespan, save_groups
+from batch import batch_metrics, load_groups, make_batch, makespan, plain_column, save_groups
 from buffer import Group, Sample
 from tracking import speed
 
@@ -68,3 +69,21 @@ def test_the_speed_report_by_hand():
     assert got["no log-prob pass"] == pytest.approx(1.0)     # a third of the update's 3 s
     assert got["fewer training GPUs"] == pytest.approx(-1.0)    # 4 s on 3 of 4 GPUs would be 3 on all
     assert speed(SimpleNamespace(rollout_num_gpus=1, world_size=3, policy_old="recompute"), rows)["no log-prob pass"] == 0.0
+
+
+def test_own_columns_reach_the_batch_as_plain_numbers():
+    group = make_group(3, [(4, 2)])
+    for sample, level, tool in zip(group.samples, (np.float32(0.5), 2), (np.array([1, 0]), [True])):
+        sample.columns = {"level": level, "tool": tool}
+        sample.columns = {name: plain_column(sample, name) for name in sample.columns}
+    assert make_batch(ARGS, 5, [group])["columns"] == {"level": [0.5, 2.0], "tool": [[1.0, 0.0], [1.0]]}
+    json.dumps(group.to_json())                              # a checkpoint holds them
+    del group.samples[1].columns["tool"]
+    with pytest.raises(ValueError, match="sample 1 of group 3 has no column 'tool', other samples of the batch have"):
+        make_batch(ARGS, 5, [group])
+    for wrong in ([1, 2, 3], "high", None, [[1], [2]]):
+        group.samples[0].columns["tool"] = wrong
+        with pytest.raises(ValueError, match="sample 0 of group 3: column 'tool' must be a number, or one for each of the 2"):
+            plain_column(group.samples[0], "tool")
+    group.samples[0].reset()
+    assert group.samples[0].columns == {}
