@@ -277,7 +277,7 @@ def refuse(o):
     for found, problem in (
             (small, f"--{' and --'.join(small).replace('_', '-')} must be above 0"),
             (o.gpus < 2, f"--gpus {o.gpus}: training and rollout need one each"),
-            (o.split and (len(o.split) != 2 or min(o.split) < 1), f"--split {label(o.split)}: give TRAINING/ROLLOUT, both above 0"),
+            (o.split and (len(o.split) != 2 or min(o.split) < 1), f"--split {label(o.split)}: not two numbers above 0"),
             (o.mode == "sync" and (lag or k > 1), "--mode sync is on-policy: leave --max-lag and --update-weights-interval out"),
             (o.mode == "one_step_off" and lag not in (None, 0, 1), f"--max-lag {lag}: --mode one_step_off knows 0 and 1"),
             (stream and lag is not None and lag < k - 1,
