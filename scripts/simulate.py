@@ -345,7 +345,8 @@ def check():
         for column in errors:
             errors[column] = max(errors[column], abs(predicted[column] - measured[column]) / measured["step"])
     table(rows)
-    print("all predicted from the lengths and rates of the synchronous run; errors as shares of the step time")
+    print(f"all predicted from the lengths and rates of the synchronous run; errors as shares of the step time; load average "
+          f"{os.getloadavg()[1]:.1f} on {os.cpu_count()} cores (busy cores stretch what is measured)")
     print(f"prediction_error step_time {errors['step']:.1%} wait_prev_gen {errors['wait']:.1%}")
 
 
