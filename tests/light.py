@@ -31,6 +31,7 @@ import checkpoint
 import engine
 import harness
 import placement
+import replay
 import rollout
 import sync_weights
 import tracking
@@ -40,7 +41,7 @@ import train_sync
 from args import parse_args
 from trainer import TrainWorker
 
-MODULES = (checkpoint, engine, placement, rollout, sync_weights, tracking, train_async, train_fully_async, train_sync)
+MODULES = (checkpoint, engine, placement, replay, rollout, sync_weights, tracking, train_async, train_fully_async, train_sync)
 
 
 # ---- in Ray's place ---------------------------------------------------------------------------------------
