@@ -177,6 +177,17 @@ def end(process, path, timeout=120):
     return process.exitcode, output
 
 
+def interrupt(started, condition, how, timeout=120):
+    """As harness.interrupt."""
+    process, path = started
+    deadline = time.time() + timeout
+    while not condition():
+        assert process.is_alive() and time.time() < deadline, f"the moment did not come:\n{end(process, path, 0)[1][-3000:]}"
+        time.sleep(0.002)
+    os.kill(process.pid, how)
+    return end(process, path)
+
+
 def run(script, words, timeout=120, **options):
     """As harness.run; options: see start."""
     return end(*start(script, words, **options), timeout)

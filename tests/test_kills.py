@@ -88,8 +88,8 @@ def lives(name, deaths, words, urls, out, exact):
         steps = 1000 if death else (saved or 0) + 3
         for url in urls:
             requests.post(f"{url}/script", json={"logprob_shift": 0.0 if exact else MARK * life, "weights": "0"}, timeout=10)
-        status, output = light.run(script, words(name, num_rollout=steps, load=folder if saved else None), worker=light.TinyWorker,
-                                   prepare=partial(doom, life, death), timeout=60)
+        status, output = light.run(script, words(name, num_rollout=steps, load=folder if saved else None), timeout=60,
+                                   worker=light.TinyWorker, prepare=partial(doom, life, death))
         assert status == (-signal.SIGKILL if death else 0), f"life {life}, {death}:\n{output[-3000:]}"
         kills["before the first save" if saved is None else "resumed"] += 1 if death else 0
     return folder, steps, kills
@@ -180,7 +180,8 @@ def test_killed_at_every_event(name, words, urls, tmp_path):
     deaths = []
     for i, event in enumerate(draw.sample(events, len(events))):
         number = draw.randint(1, 1 if event == "resume" else 3 if event in OF_STEPS else 10)      # of its kind in this life
-        deaths += [(event, number, moment) for moment in ("before", "after") if KILLS >= 100 or (i % 2 == 0) == (moment == "after")]
+        moments = ("before", "after")
+        deaths += [(event, number, moment) for moment in (moments if KILLS >= 100 else [moments[i % 2]])]
     campaign(name, [("save", 2, "torn"), *deaths], words, urls, str(tmp_path))
 
 
