@@ -48,8 +48,10 @@ MODULES = (checkpoint, engine, placement, replay, rollout, sync_weights, trackin
 class Actor:
     """An object with a thread of its own. `actor.method.remote(...)` -> a future; as in Ray, calls begin one after the other, and
     while a coroutine waits the next one runs."""
+    everyone = []          # none ends before the run does
 
     def __init__(self, make, *arguments):
+        self.everyone.append(self)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.object = self.call(make, *arguments).result()
