@@ -179,7 +179,7 @@ def test_killed_at_every_event(name, words, urls, tmp_path):
     draw, events = random.Random(name), OF_GROUPS + OF_STEPS + (OF_ABORTS if name in ABORTING else [])
     deaths = []
     for i, event in enumerate(draw.sample(events, len(events))):
-        number = draw.randint(1, 1 if event == "resume" else 3 if event in OF_STEPS else 10)      # of its kind in this life
+        number = draw.randint(1, 1 if event == "resume" else 10 if event in OF_GROUPS else 3)     # of its kind in this life
         moments = ("before", "after")
         deaths += [(event, number, moment) for moment in (moments if KILLS >= 100 else [moments[i % 2]])]
     campaign(name, [("save", 2, "torn"), *deaths], words, urls, str(tmp_path))
