@@ -14,7 +14,7 @@ import os
 import sys
 import time
 
-from data import load_rows
+from data import GYM, load_rows
 from rewards import REWARDS
 
 
@@ -24,8 +24,8 @@ def parse_args(argv=None, script="train_async.py"):
         prog=script, usage=f"{script} [flags]    (--help lists them)", allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=42, width=150),
         epilog="Any --sglang-FLAG is handed to the SGLang server as --FLAG.")
-    for add in (add_run, add_cluster, add_model, add_data, add_rollout, add_eval, add_algorithm, add_async, add_optimizer,
-                add_batching, add_sync, add_checkpoint, add_replay, add_debug):
+    for add in (add_run, add_cluster, add_model, add_data, add_rollout, add_eval, add_algorithm, add_correction, add_async,
+                add_optimizer, add_batching, add_sync, add_checkpoint, add_replay, add_debug):
         add(parser)
     show_defaults(parser)
     try:
@@ -36,6 +36,7 @@ def parse_args(argv=None, script="train_async.py"):
         check_sizes(args)
         check_ranges(args)
         check_script(args, script)
+        check_needs(args)
         derive(args, script)
         check(args)
     except (ValueError, OSError) as error:
@@ -96,7 +97,8 @@ def add_model(parser):
 
 def add_data(parser):
     g = parser.add_argument_group("data")
-    g.add_argument("--prompt-data", metavar="FILE", help="prompts: JSONL, JSON or Parquet, or a hub data set's name")
+    g.add_argument("--prompt-data", metavar="FILE", help="prompts: JSONL, JSON or Parquet, a hub data set's name, or "
+                   "reasoning-gym:TASK?size=500&seed=1")
     g.add_argument("--input-key", default="prompt", help="column of the prompt: a text or a list of chat messages")
     g.add_argument("--label-key", default="label", help="column of the reference answer")
     g.add_argument("--metadata-key", help="column of a dict that rewards and tools may read")
@@ -149,21 +151,50 @@ def add_eval(parser):
 
 def add_algorithm(parser):
     g = parser.add_argument_group("algorithm")
-    g.add_argument("--advantage-estimator", choices=("grpo",), default="grpo", help="advantages by group")
-    g.add_argument("--disable-grpo-std-normalization", action="store_true", help="do not divide by the group's std")
-    g.add_argument("--policy-old", choices=("rollout", "recompute"), default="rollout",
-                   help="old log-probs: the engine's, or recomputed at the start of the update")
+    g.add_argument("--advantage-estimator", default="grpo",
+                   choices=("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), help="see loss.py")
+    g.add_argument("--disable-grpo-std-normalization", action="store_true", help="do not divide by the group's std (Dr. GRPO)")
+    g.add_argument("--custom-advantage-path", metavar="MODULE.FUNCTION",
+                   help="own estimator: f(args, batch) -> a number, or one for each token, for each sample")
+    g.add_argument("--overlong-buffer-len", type=int, help="DAPO: the last so many tokens of the budget cost reward")
+    g.add_argument("--overlong-penalty-factor", type=float, help="what a response of the whole budget loses (default: 1)")
+    g.add_argument("--loss-type", choices=("ppo_clip", "gspo", "cispo", "reinforce"), default="ppo_clip", help="policy loss")
+    g.add_argument("--custom-loss-path", metavar="MODULE.FUNCTION",
+                   help="own policy loss: f(args, logp, columns) -> (loss of each token, {name: values to log})")
     g.add_argument("--eps-clip", type=float, default=0.2, help="lower clip of the ratio: 1 - eps")
     g.add_argument("--eps-clip-high", type=float, help="upper clip: 1 + eps (default: --eps-clip)")
     g.add_argument("--eps-clip-c", type=float, help="dual clip: bound c > 1 of the loss where the advantage is negative")
     g.add_argument("--loss-agg-mode", choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
                    default="token-mean", help="aggregation over the global batch")
+    g.add_argument("--loss-scale-factor", type=float,
+                   help="divisor of seq-mean-token-sum-norm (default: --rollout-max-response-len)")
     g.add_argument("--kl-coef", type=float, default=0.0, help="KL to the reference, taken from the reward")
     g.add_argument("--use-kl-loss", action="store_true", help="KL to the reference in the loss")
     g.add_argument("--kl-loss-coef", type=float, default=0.0, help="its coefficient")
     g.add_argument("--kl-loss-type", choices=("k1", "k2", "k3", "low_var_kl"), default="low_var_kl",
                    help="estimator, for both KL terms")
+    g.add_argument("--use-unbiased-kl", action="store_true", help="weigh the KL loss by the ratio to the old policy (k1, k3)")
     g.add_argument("--entropy-coef", type=float, default=0.0, help="entropy bonus")
+
+
+def add_correction(parser):
+    g = parser.add_argument_group("off-policy correction")
+    g.add_argument("--policy-old", choices=("rollout", "recompute"), default="rollout",
+                   help="old log-probs: the engine's (bypass), or recomputed with the last published weights (decoupled)")
+    g.add_argument("--rollout-is", choices=("none", "token", "sequence"), default="none",
+                   help="weigh the loss by the ratio to the rollout policy, of each token or of the sample")
+    g.add_argument("--rollout-is-threshold", metavar="BOUND",
+                   help="2.0 truncates weights (TIS); 0.5_2.0 zeroes those outside (IcePop) (default: 2.0)")
+    g.add_argument("--rollout-is-batch-normalize", action="store_true", help="divide the weights by their mean (decoupled only)")
+    g.add_argument("--rollout-rs", metavar="LIST",
+                   help="mask what is too far off: comma list of {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}")
+    g.add_argument("--rollout-rs-threshold", metavar="LIST",
+                   help="a bound for each: k1 takes lo_hi of the ratio (hi alone: 1/hi_hi), k2 and k3 an upper bound")
+    g.add_argument("--rs-denominator", choices=("kept", "original"), help="tokens that means divide by (default: kept)")
+    g.add_argument("--parity-interval", type=int, help="steps between two measurements of |engine - trainer| log-probs, on the same "
+                   "weights (mismatch) and by age of weights (staleness) (default: none)")
+    g.add_argument("--parity-warn", type=float, default=0.05, help="mean mismatch per token that is warned of")
+    g.add_argument("--parity-max", type=float, help="mean mismatch per token that ends the run (default: none)")
 
 
 def add_async(parser):
@@ -258,6 +289,37 @@ def add_debug(parser):
     g.add_argument("--load-debug-rollout-data", metavar="PATH", help="read each batch instead of generating it")
 
 
+def parse_bounds(text, flag):
+    """'2.0' -> (None, 2.0); '0.5_2.0' -> (0.5, 2.0). ValueError for anything else."""
+    try:
+        *low, high = map(float, text.split("_"))
+        if len(low) <= 1 and 0 < high < math.inf and all(0 <= value <= high for value in low):
+            return (low[0] if low else None), high
+    except ValueError:
+        pass
+    raise ValueError(f"{flag} {text}: wants a number above 0, like 2.0, or a range, like 0.5_2.0")
+
+
+def parse_rejections(names, bounds):
+    """The two comma lists -> [(statistic, low or None, high)]. ValueError, naming the flag, for what does not fit together."""
+    names, bounds = (text.split(",") if text else [] for text in (names, bounds))
+    if len(names) != len(bounds):
+        raise ValueError(f"--rollout-rs has {len(names)} statistics, --rollout-rs-threshold {len(bounds)} bounds: one for each")
+    rules = [(name.strip(), *parse_bounds(bound, "--rollout-rs-threshold")) for name, bound in zip(names, bounds)]
+    for name, low, high in rules:
+        if name not in RS_STATISTICS:
+            raise ValueError(f"--rollout-rs {name}: there are {', '.join(RS_STATISTICS)}")
+        if not name.endswith("k1") and low is not None:
+            raise ValueError(f"--rollout-rs-threshold {low:g}_{high:g}: {name} is at least 0 and takes an upper bound alone")
+        if name.endswith("k1") and low is None and high < 1:
+            raise ValueError(f"--rollout-rs-threshold {high:g} for {name}: alone it means 1/{high:g} .. {high:g}: at least 1")
+    return rules
+
+
+RS_STATISTICS = [f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for kind in ("k1", "k2", "k3")
+                 if (level, kind) != ("seq_max", "k1")]
+
+
 # ---- derived values ---------------------------------------------------------------------------------------
 def split_sglang(rest):
     """['--sglang-mem-fraction-static', '.7'] -> ['--mem-fraction-static', '.7']. ValueError for any other flag."""
@@ -273,7 +335,7 @@ def derive(args, script):
     """The values that follow from flags: args.x below is either derived here or a flag's default that depends on others.
     Those that need the data are set by `check_data`."""
     args.script = script
-    if args.replay_data_only:
+    if args.replay_data_only and args.replay:
         args.debug_train_only, args.load_debug_rollout_data = True, samples_path(args.replay)
         recorded = len(glob.glob(samples_path(args.replay).format(step=0).replace("0" * 7, "*")))
         args.num_rollout = min(args.num_rollout or recorded, recorded)
@@ -306,6 +368,13 @@ def derive(args, script):
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     args.eval_temperature = args.rollout_temperature if args.eval_temperature is None else args.eval_temperature
     args.eval_max_response_len = args.eval_max_response_len or args.rollout_max_response_len
+    args.overlong_penalty_factor = 1.0 if args.overlong_penalty_factor is None else args.overlong_penalty_factor
+    args.loss_scale_factor = args.loss_scale_factor or args.rollout_max_response_len
+    args.rollout_is_bounds = (None, math.inf)           # without weights in the loss those that are logged are the bare ones
+    if args.rollout_is != "none":
+        args.rollout_is_bounds = parse_bounds(args.rollout_is_threshold or "2.0", "--rollout-is-threshold")
+    args.rejections = parse_rejections(args.rollout_rs, args.rollout_rs_threshold)
+    args.rs_denominator = args.rs_denominator or "kept"
     args.use_reference = args.kl_coef != 0 or args.use_kl_loss
     args.ref_load = args.ref_load or args.hf_checkpoint
     if args.load:
@@ -328,6 +397,7 @@ def check(args):
     check_model(args)
     check_data(args)
     check_combinations(args)
+    check_algorithm(args)
     check_hooks(args)
     check_folders(args)
 
@@ -339,7 +409,8 @@ def check_sizes(args):
                 "tensor_model_parallel_size", "pipeline_model_parallel_size", "max_sample_retries", "require_batches",
                 "sglang_server_concurrency", "update_weight_buffer_size", "log_probs_chunk_size", "n_samples_per_eval_prompt")
     optional = ("rollout_num_gpus", "num_rollout", "num_epoch", "eval_interval", "save_interval", "global_batch_size",
-                "over_sampling_batch_size")
+                "over_sampling_batch_size", "overlong_buffer_len",
+                "parity_interval")
     for name in positive + optional:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, is {getattr(args, name)}")
@@ -352,7 +423,8 @@ def check_ranges(args):
               "rollout_temperature": (0, 100), "eval_temperature": (0, 100), "rollout_top_p": (0, 1), "kl_coef": (0, 100),
               "kl_loss_coef": (0, 100), "entropy_coef": (-10, 10), "lr_warmup_iters": (0, math.inf), "max_lag": (0, math.inf),
               "staleness_threshold": (0, 1000), "sglang_port": (1, 65535), "rollout_max_prompt_len": (1, math.inf),
-              "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf)}
+              "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
+              "parity_warn": (0, math.inf), "parity_max": (0, math.inf), "overlong_penalty_factor": (0, 100), "loss_scale_factor": (1e-6, math.inf)}
     limits = ("engine_start_timeout", "distributed_timeout", "generate_timeout", "reward_timeout", "update_weight_timeout")
     for name, (low, high) in (ranges | dict.fromkeys(limits, (0.001, 10 ** 9))).items():
         value = getattr(args, name)
@@ -388,6 +460,20 @@ def check_script(args, script):
     if args.max_lag is not None and args.max_lag < k - 1:
         raise ValueError(f"--max-lag {args.max_lag} is below --update-weights-interval - 1 = {k - 1}: weights that are published "
                          f"every {k} steps are up to {k - 1} steps old")
+
+
+def check_needs(args):
+    """Flags that say nothing without another one. Before `derive`, which fills in defaults."""
+    given = lambda name: getattr(args, name) not in (None, False, 0.0, "none")
+    for name, other in (("kl_loss_coef", "use_kl_loss"), ("use_kl_loss", "kl_loss_coef"), ("use_unbiased_kl", "use_kl_loss"),
+                        ("overlong_penalty_factor", "overlong_buffer_len"), ("rollout_is_threshold", "rollout_is"),
+                        ("rollout_is_batch_normalize", "rollout_is"), ("rollout_rs", "rollout_rs_threshold"),
+                        ("rollout_rs_threshold", "rollout_rs"), ("rs_denominator", "rollout_rs"),
+                        ("mask_offpolicy_in_partial_rollout", "partial_rollout"), ("parity_max", "parity_interval")):
+        if given(name) and not given(other):
+            raise ValueError(f"--{name.replace('_', '-')} needs --{other.replace('_', '-')}")
+    if args.loss_scale_factor and args.loss_agg_mode != "seq-mean-token-sum-norm":
+        raise ValueError("--loss-scale-factor needs --loss-agg-mode seq-mean-token-sum-norm")
 
 
 def check_batches(args):
@@ -455,6 +541,10 @@ def check_data(args):
     if (args.eval_interval or args.eval_only) and not args.eval_prompt_data:
         raise ValueError("--eval-interval and --eval-only need --eval-prompt-data NAME FILE")
     args.eval_sets = list(zip(args.eval_prompt_data[::2], args.eval_prompt_data[1::2]))   # derived
+    paths = [args.prompt_data or "", *(path for _, path in args.eval_sets)]
+    if args.rm_type == "reasoning_gym" and not args.custom_rm_path and not all(path.startswith(GYM) for path in paths if path):
+        raise ValueError("--rm-type reasoning_gym scores the tasks of reasoning-gym only: --prompt-data reasoning-gym:TASK, and "
+                         "--eval-prompt-data alike")
     for name, path in args.eval_sets:
         load_rows(path, args, f"--eval-prompt-data {name}")
     if args.prompt_data:
@@ -476,10 +566,6 @@ def check_combinations(args):
                          "match them; leave them out or accept that by --allow-processed-logprobs")
     if args.rollout_temperature == 0:
         raise ValueError("--rollout-temperature 0.0: training needs a temperature above 0")
-    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
-        raise ValueError(f"--eps-clip-c {args.eps_clip_c} must be above 1")
-    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
-        raise ValueError("--mask-offpolicy-in-partial-rollout needs --partial-rollout")
     if args.replay_data_only and not args.replay:
         raise ValueError("--replay-data-only needs --replay RUN")
     if args.replay and args.load:
@@ -497,18 +583,51 @@ def check_combinations(args):
         raise ValueError("--debug-train-only starts no engine: leave --eval-interval and --eval-only out")
     if args.debug_train_only and args.debug_rollout_only:
         raise ValueError("--debug-train-only and --debug-rollout-only exclude each other")
-    if args.kl_loss_coef and not args.use_kl_loss:
-        raise ValueError("--kl-loss-coef needs --use-kl-loss")
-    if args.n_samples_per_prompt == 1 and args.advantage_estimator == "grpo" and not args.debug_rollout_only:
-        print("warning: --n-samples-per-prompt 1 gives every group the advantage 0: nothing is learned", file=sys.stderr)
-    if args.use_kl_loss and not args.kl_loss_coef:
-        raise ValueError("--use-kl-loss needs --kl-loss-coef")
     if args.bf16 and args.device == "cpu":
         raise ValueError("--bf16 needs a GPU: on the CPU weights are fp32")
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1")
     if args.device == "cuda":
         check_gpus(args)
+
+
+def check_algorithm(args):
+    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+        raise ValueError(f"--eps-clip-c {args.eps_clip_c} must be above 1")
+    if args.eps_clip_c is not None and args.loss_type != "ppo_clip":
+        raise ValueError(f"--eps-clip-c belongs to --loss-type ppo_clip, not to {args.loss_type}")
+    if args.custom_loss_path and args.loss_type != "ppo_clip":
+        raise ValueError("--custom-loss-path and --loss-type exclude each other")
+    if args.custom_advantage_path and args.advantage_estimator != "grpo":
+        raise ValueError("--custom-advantage-path and --advantage-estimator exclude each other")
+    if args.disable_grpo_std_normalization and (args.advantage_estimator != "grpo" or args.custom_advantage_path):
+        raise ValueError("--disable-grpo-std-normalization needs --advantage-estimator grpo")
+    if args.use_unbiased_kl and args.kl_loss_type == "k2":
+        raise ValueError("--use-unbiased-kl needs --kl-loss-type k1 or k3: the ratio makes the gradient of k2 a wrong one")
+    if args.overlong_buffer_len and args.overlong_buffer_len > args.rollout_max_response_len:
+        raise ValueError(f"--overlong-buffer-len {args.overlong_buffer_len} is more than --rollout-max-response-len "
+                         f"{args.rollout_max_response_len}")
+    grouped = args.advantage_estimator != "reinforce_plus_plus" and not args.custom_advantage_path
+    if args.n_samples_per_prompt == 1 and grouped and not args.debug_rollout_only:
+        print("warning: --n-samples-per-prompt 1 gives every group the advantage 0: nothing is learned", file=sys.stderr)
+    if args.policy_old == "recompute":
+        return
+    if args.rollout_is != "none" and args.loss_type != "reinforce" and not args.custom_loss_path:
+        raise ValueError(f"--rollout-is {args.rollout_is} with --policy-old rollout: the ratio of --loss-type {args.loss_type} "
+                         f"is the correction already, and both would count it twice; leave it out, or take --policy-old "
+                         f"recompute or --loss-type reinforce")
+    if args.rollout_is_batch_normalize:
+        raise ValueError("--rollout-is-batch-normalize needs --policy-old recompute: with rollout the mean depends on the "
+                         "weights that are being trained")
+
+
+def policies(args):
+    """One line on the policies in the loss, for a run to print."""
+    old = {"rollout": "the engine's log-probs (bypass)", "recompute": "the last published weights' log-probs (decoupled)"}
+    weights = "none" if args.rollout_is == "none" else f"{args.rollout_is} {args.rollout_is_threshold or '2.0'}"
+    rejected = f"{args.rollout_rs} {args.rollout_rs_threshold}, means over {args.rs_denominator} tokens"
+    return (f"loss {args.custom_loss_path or args.loss_type}; --policy-old {args.policy_old}: {old[args.policy_old]}; "
+            f"--rollout-is {weights}; --rollout-rs {rejected if args.rollout_rs else 'none'}")
 
 
 def check_gpus(args):
@@ -531,7 +650,7 @@ def nodes_needed(args):
 
 def check_hooks(args):
     for flag, count in (("custom_rm_path", 2), ("dynamic_sampling_filter_path", 2), ("custom_generate_function_path", 3),
-                        ("custom_sampler_path", 3)):
+                        ("custom_advantage_path", 2), ("custom_loss_path", 3), ("custom_sampler_path", 3)):
         if getattr(args, flag):
             load_function(getattr(args, flag), "--" + flag.replace("_", "-"), count)
 

@@ -22,7 +22,29 @@ def make_batch(args, step, groups):
             "loss_mask": [loss_mask(args, step, s) for s in samples],
             "rollout_logprobs": [np.array(s.rollout_logprobs, dtype=np.float32) for s in samples],
             "rewards": [s.reward for s in samples],
+            "columns": own_columns(samples),
             "versions": [[list(run) for run in s.version_runs] for s in samples]}
+
+
+def own_columns(samples):
+    """{name: [S] numbers or lists of one number a token}. ValueError, naming the sample, where one is missing."""
+    names = sorted({name for s in samples for name in s.columns})
+    for s in samples:
+        if missing := [name for name in names if name not in s.columns]:
+            raise ValueError(f"{s.name} has no column {missing[0]!r}, other samples of the batch have")
+    return {name: [s.columns[name] for s in samples] for name in names}
+
+
+def plain_column(sample, name):
+    """sample.columns[name] as a float or a list of floats, which can be saved. ValueError where it does not fit the sample."""
+    try:
+        value = np.asarray(sample.columns[name], np.float64)
+    except (TypeError, ValueError):
+        value = np.zeros(0)
+    if value.shape not in ((), (len(sample.response_tokens),)) or not value.shape and not np.isfinite(value):
+        raise ValueError(f"{sample.name}: column {name!r} must be a number, or one for each of the {len(sample.response_tokens)} "
+                         f"response tokens, is {str(sample.columns[name])[:60]}")
+    return value.tolist()
 
 
 def loss_mask(args, step, sample):

@@ -13,6 +13,7 @@ At a resume:               load_state(state); ledger.resume(step, state["ledger_
 A fresh start over the ledger of a run that died before its first save:  ledger.resume(0, 0).
 """
 
+import array
 import copy
 import hashlib
 import heapq
@@ -39,6 +40,7 @@ class Sample:
     label: str
     prompt_tokens: list[int]
     metadata: dict = field(default_factory=dict)
+    columns: dict = field(default_factory=dict)    # own values of a trajectory for the trainer: {name: number, or one a token}
     response_tokens: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)             # 1: sampled, 0: tool or environment
     rollout_logprobs: list[float] = field(default_factory=list)    # by the engine that sampled; 0.0 where the mask is 0
@@ -76,7 +78,7 @@ class Sample:
 
     def reset(self):
         """Back to the prompt: what is generated anew keeps nothing of older weights."""
-        self.response_tokens, self.loss_mask, self.rollout_logprobs, self.version_runs = [], [], [], []
+        self.response_tokens, self.loss_mask, self.rollout_logprobs, self.version_runs, self.columns = [], [], [], [], {}
         self.response, self.reward, self.seconds, self.status = "", None, 0.0, "pending"
 
     @property
@@ -302,7 +304,8 @@ class Buffer:
     def _fresh_group(self):
         epoch, place = divmod(self.next_id, len(self.rows))
         if epoch != self.order_epoch:
-            self.order, self.order_epoch = list(range(len(self.rows))), epoch
+            # not a list: each full garbage collection would go through a million of them
+            self.order, self.order_epoch = array.array("q", range(len(self.rows))), epoch
             if self.shuffle:
                 random.Random(self.seed + epoch).shuffle(self.order)
         row = self.order[place]

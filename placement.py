@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from tqdm import tqdm
 
 import checkpoint
-from args import nodes_needed
+from args import nodes_needed, policies
 from engine import EngineError, SGLangEngine, free_address
 from replay import ReplayManager
 from rollout import RolloutManager
@@ -47,6 +47,7 @@ def run(train, args):
         trainers, rollout = launch(args, engines)
         if folder:
             checkpoint.load(args, folder, step, trainers, rollout)
+        print(policies(args), flush=True)
         tracker = Tracker(args, step)
         trained = step if args.eval_only else train(args, trainers, rollout, tracker, step)
         finish(args, trained, trainers, rollout, tracker, save=trained > step)

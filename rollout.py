@@ -24,7 +24,7 @@ import ray
 from transformers import AutoTokenizer
 
 from args import load_function
-from batch import batch_metrics, load_groups, make_batch, save_groups
+from batch import batch_metrics, load_groups, make_batch, plain_column, save_groups
 from buffer import Buffer, Gate, Group, Ledger, Sample, Stream
 from data import PromptRows
 from engine import EngineClient, EngineError, api_key
@@ -262,6 +262,8 @@ class RolloutManager:
     def accept(self, group, counts):
         """The filter looks at the task's rewards; what passes waits in the buffer for a batch."""
         rewards = [sample.reward for sample in group.samples]
+        for sample in group.samples:
+            sample.columns = {name: plain_column(sample, name) for name in sample.columns}
         verdict = True if self.keep_group is None else no_exit(self.keep_group, self.args, group.samples)
         if not isinstance(verdict, str) and verdict:        # numpy's and torch's truths, too
             return self.buffer.finish(group)

@@ -62,6 +62,17 @@ class Tracker:
                  f"+ sync {row.get('sync/time', 0):.2f} + train {row.get('perf/train_time', 0):.2f} + other; "
                  f"generate {row['perf/generate_time']:.2f}")
 
+        self.check_parity(step, row)
+
+    def check_parity(self, step, row):
+        mismatch, args = row.get("parity/mismatch", 0.0), self.args
+        text = (f"step {step}: engine and trainer differ by {mismatch:.3g} per token in their log-probs of the same tokens on the same "
+                f"weights (parity/mismatch)")
+        if args.parity_max is not None and mismatch > args.parity_max:
+            raise RuntimeError(f"{text}: more than --parity-max {args.parity_max:g}. Sampling flags, dtypes or attention kernels differ")
+        if mismatch > args.parity_warn:
+            self.say(f"warning: {text}: more than --parity-warn {args.parity_warn:g}")
+
     # ---- evaluation ---------------------------------------------------------------------------------------
     def evaluate_if_due(self, rollout, version):
         """Starts the evaluation of the version just published. It runs beside generation and training and is collected
@@ -88,6 +99,18 @@ class Tracker:
         self.say(f"evaluation of version {results['version']}: {rewards}")
 
     # ---- output -------------------------------------------------------------------------------------------
+    def say_speed(self, rows):
+        """The speed report of an asynchronous run; also RUN/speed.json."""
+        if self.args.script == "train_sync.py":
+            return
+        s = speed(self.args, rows)
+        with open(os.path.join(self.args.run_dir, "speed.json"), "w") as f:
+            json.dump(s, f, indent=1)
+        print(f"speed: {s['sync'] / s['async']:.2f} x train_sync.py with these flags, which would take {s['sync']:.2f} s a step: "
+              f"{s['hidden generation']:+.2f} s by hidden generation, {s['fewer syncs']:+.2f} by fewer syncs. Against other loops: "
+              f"{s['no log-prob pass']:+.2f} where they recompute old log-probs, {s['fewer training GPUs']:+.2f} where they train on "
+              f"all GPUs")
+
     def write_board(self, step, values):
         for name, value in values.items() if self.board else ():
             if not isinstance(value, dict):        # a histogram
@@ -113,14 +136,40 @@ class Tracker:
             print(f"seconds per step: {mean('perf/step_time'):.2f} = waiting for generation {mean('perf/wait_prev_gen'):.2f} "
                   f"+ sync {mean('sync/time'):.2f} + training {mean('perf/train_time'):.2f} + other; generation "
                   f"{mean('perf/generate_time'):.2f}")
-            print(f"idle: trainer {mean('perf/train_idle_share'):.0%}, engines {mean('perf/rollout_idle_share'):.0%}. "
-                  f"{advice(rows)}")
+            if not self.args.without_engines:
+                print(f"idle: trainer {mean('perf/train_idle_share'):.0%}, engines {mean('perf/rollout_idle_share'):.0%}. "
+                      f"{advice(rows)}")
+                self.say_speed(rows)
         evals = self.evals.read()
         if evals:
             name = self.args.eval_sets[0][0] if self.args.eval_sets else None
             values = [row[f"{name}/reward"] for row in evals if f"{name}/reward" in row]
             if values:
                 print(f"eval_reward {values[0]:.2f} -> {values[-1]:.2f}", flush=True)
+
+
+def speed(args, rows):
+    """Seconds per step that this run gains over `train_sync.py` with its flags, and what from. Means over all steps but the
+    first, which warms up.
+
+    The synchronous step is put together from what was measured here: a batch's samples alone on the engines
+    (perf/lone_generate_time), training, a sync that waits for nothing, and the same rest.
+    {"sync": seconds of that step, "async": of this run's, "hidden generation": s, "fewer syncs": s,
+     "no log-prob pass": further seconds against a loop that recomputes old log-probs (their forward pass is about a third of
+     the update), "fewer training GPUs": seconds lost against a loop that trains on all GPUs, if that scales perfectly}
+    The first two parts add up to sync - async.
+    """
+    rows = rows[1:] or rows
+    mean = lambda name: statistics.fmean(row.get(name, 0.0) for row in rows)
+    step, waited = mean("perf/step_time"), mean("perf/wait_prev_gen") + mean("sync/pause_time")
+    syncing = mean("sync/time") - mean("sync/pause_time")             # of each step, on average
+    alone = statistics.fmean([row["sync/time"] - row["sync/pause_time"] for row in rows if "sync/time" in row] or [0.0])
+    generation, update = mean("perf/lone_generate_time"), mean("perf/train_time") - mean("perf/log_probs_time")
+    share = args.rollout_num_gpus / (args.rollout_num_gpus + args.world_size)
+    return {"sync": step - waited - syncing + generation + alone, "async": step, "hidden generation": generation - waited,
+            "fewer syncs": alone - syncing,
+            "no log-prob pass": update / 3 if args.policy_old == "rollout" else 0.0,
+            "fewer training GPUs": -mean("perf/train_time") * share}
 
 
 def advice(rows):

@@ -4,6 +4,7 @@ Every rank holds the whole batch (lists by column), so advantages, denominators 
 computed by each of them alike, without any communication; only log-probs and gradients are distributed.
 """
 
+import contextlib
 import os
 import time
 
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 import weight_map
-from loss import ADVANTAGES, kl_estimate, policy_objective, token_weights
+from args import load_function
+from loss import (ADVANTAGES, LOSSES, correction_metrics, importance_weights, kept_scale, kl_estimate, overlong_penalty,
+                  policy_objective, token_weights, weight_sum)
 from sync_weights import WeightSender
 
 
@@ -36,6 +39,13 @@ class TrainWorker:
             self.reference = model.build_model(self.hf, args)
             model.load_weights(self.reference, self.hf, args.ref_load)
             self.reference.eval()
+        self.advantages, self.policy_loss = ADVANTAGES[args.advantage_estimator], LOSSES[args.loss_type]
+        if args.custom_advantage_path:
+            self.advantages = load_function(args.custom_advantage_path, "--custom-advantage-path", 2)
+        if args.custom_loss_path:
+            self.policy_loss = load_function(args.custom_loss_path, "--custom-loss-path", 3)
+        self.cycle_step, self.cycle_weights = None, None   # of the last published version; kept where old log-probs need them
+        self.published = {}                                # version -> copy of its weights; kept around a parity step
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.sender = WeightSender(args, self.model, self.hf)
 
@@ -46,10 +56,15 @@ class TrainWorker:
     def train(self, step, batch):
         """One pass over the batch, an optimizer step for each `global_batch_size` samples. Returns the step's metrics."""
         started, size, lr = time.time(), self.args.global_batch_size, self.optimizer.param_groups[0]["lr"]
+        if self.args.policy_old == "recompute" and (self.cycle_step is None or step % self.args.update_weights_interval == 0):
+            self.begin_cycle(step)
         updates = [self.plan(batch, range(i, i + size)) for i in range(0, len(batch["tokens"]), size)]
-        self.add_columns(batch, updates)
+        noted = self.parity(step, batch, [micro for plan in updates for micro in plan])
+        noted |= self.add_columns(step, batch, updates)
+        prepared = time.time()            # with --policy-old recompute: the pass for old log-probs lies before
         sums = [self.update(batch, plan) for plan in updates]
-        return {**step_metrics(sums), "train/lr": lr, "perf/train_time": time.time() - started}
+        return {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
+                "perf/train_time": time.time() - started}
 
     def plan(self, batch, indices):
         """Cuts the samples `indices` into micro-batches. Returns this rank's list of lists of sample indices."""
@@ -59,25 +74,36 @@ class TrainWorker:
         packs = [pack(share, lengths, budget, self.args.micro_batch_size) for share in shares]
         return split_to(packs[self.dp_rank], max(len(p) for p in packs))
 
-    def add_columns(self, batch, updates):
-        """Everything that the loss needs beside the engine's answer: old and reference log-probs, advantages, weights."""
-        args, count = self.args, len(batch["tokens"])
+    def add_columns(self, step, batch, updates):
+        """Everything that the loss needs beside the engine's answer: old and reference log-probs, advantages, weights.
+
+        An advantage function finds in the batch, for each sample of the whole batch on every rank: rewards [S] (the task's, with
+        the overlong penalty and the KL penalty), scores [S] (without KL), kl [S][n] (to the reference, zeros without --kl-coef),
+        group_ids, tokens, response_lengths, loss_mask [S][n], rollout_logprobs [S][n], versions, and columns {name: [S]}.
+        """
+        args, lengths = self.args, batch["response_lengths"]
         mine = [micro for plan in updates for micro in plan]
         batch["old_logprobs"] = batch["rollout_logprobs"]
         if args.policy_old == "recompute":
-            batch["old_logprobs"] = self.log_probs(self.model, batch, mine)
-        rewards = list(batch["rewards"])
+            with self.other_weights(None if step == self.cycle_step else self.cycle_weights):
+                batch["old_logprobs"] = self.log_probs(self.model, batch, mine)
+        penalties = [0.0] * len(lengths)
+        if args.overlong_buffer_len:
+            buffer = args.overlong_buffer_len, args.overlong_penalty_factor
+            penalties = [overlong_penalty(n, args.rollout_max_response_len, *buffer) for n in lengths]
+        batch["scores"] = [reward + penalty for reward, penalty in zip(batch["rewards"], penalties)]
+        batch["kl"] = [torch.zeros(n) for n in lengths]
         if args.use_reference:
             batch["ref_logprobs"] = self.log_probs(self.reference, batch, mine)
             if args.kl_coef:
-                rewards = self.penalize(batch, rewards, mine)
-        batch["advantages"] = ADVANTAGES[args.advantage_estimator](rewards, batch["group_ids"],
-                                                                   not args.disable_grpo_std_normalization)
-        batch["weights"] = [None] * count
-        size = args.global_batch_size
-        for i in range(0, count, size):
-            batch["weights"][i:i + size] = token_weights(batch["loss_mask"][i:i + size], args.loss_agg_mode,
-                                                         args.rollout_max_response_len)
+                batch["kl"] = self.token_kl(batch, mine)
+        batch["rewards"] = [score - args.kl_coef * kl.sum().item() for score, kl in zip(batch["scores"], batch["kl"])]
+        batch["advantages"] = check_advantages(self.advantages(args, batch), lengths)
+        batch["weights"] = []
+        for i in range(0, len(lengths), args.global_batch_size):
+            batch["weights"] += token_weights(batch["loss_mask"][i:i + args.global_batch_size], args.loss_agg_mode,
+                                              args.loss_scale_factor)
+        return {"train/overlong_penalty": sum(penalties) / len(lengths)} if args.overlong_buffer_len else {}
 
     def log_probs(self, network, batch, micros):
         """Log-probs of the responses of the samples in `micros`, without gradient: a list over the whole batch (None elsewhere).
@@ -99,16 +125,92 @@ class TrainWorker:
                 found[s] = part
         return found
 
-    def penalize(self, batch, rewards, micros):
-        """rewards - kl_coef x KL of each sample to the reference (summed over its tokens); every rank gets every sample's."""
-        kl = torch.zeros(len(rewards), dtype=torch.float64, device=device())
-        if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0:
+    def token_kl(self, batch, micros):
+        """KL to the reference of every token of the whole batch, on every rank: S tensors [n], 0 where masked."""
+        lengths = batch["response_lengths"]
+        kl = torch.zeros(sum(lengths), dtype=torch.float64, device=device())
+        if speaks():
+            parts = kl.split(lengths)
             for s in (s for micro in micros for s in micro):
                 mask = torch.as_tensor(batch["loss_mask"][s]) > 0
                 old, ref = torch.as_tensor(batch["old_logprobs"][s]), batch["ref_logprobs"][s]
-                kl[s] = kl_estimate(old[mask], ref[mask], self.args.kl_loss_type).double().sum()
+                parts[s].copy_(torch.where(mask, kl_estimate(old, ref, self.args.kl_loss_type), 0.0))
         dist.all_reduce(kl)
-        return [r - self.args.kl_coef * k for r, k in zip(rewards, kl.tolist())]
+        return kl.cpu().split(lengths)
+
+    def begin_cycle(self, step):
+        """The weights are the ones just published: with several steps to a version they are kept on the CPU, since each
+        of these steps takes its old log-probs from them."""
+        self.cycle_step = step
+        if self.args.update_weights_interval > 1:
+            self.cycle_weights = self.copy_weights()
+
+    def copy_weights(self):
+        return [p.detach().to("cpu", copy=True) for p in self.model.parameters()]
+
+    @contextlib.contextmanager
+    def other_weights(self, weights):
+        """Within the block the model has these weights (None: its own). The optimizer's own copies stay as they are."""
+        if weights is None:
+            yield
+            return
+        current = self.copy_weights()
+        try:
+            self.put_weights(weights)
+            yield
+        finally:
+            self.put_weights(current)
+
+    def put_weights(self, weights):
+        for p, value in zip(self.model.parameters(), weights):
+            p.data.copy_(value)
+
+    # ---- parity budget ------------------------------------------------------------------------------------
+    def parity(self, step, batch, micros):
+        """Every --parity-interval steps: how far engine and trainer are apart, |difference of log-probs| per token, in two parts.
+        The mismatch is that on the same weights, so what kernels, dtypes and flags make; the staleness is what the steps
+        since have changed: old weights against the current ones, both by the trainer. Measured on tokens of the last two
+        published versions, which are kept for it; `parity/coverage` is their share."""
+        interval, k = self.args.parity_interval, self.args.update_weights_interval
+        if interval is None:
+            return {}
+        if step % k == 0 and -step % interval <= 2 * k:    # else a parity step is far
+            self.published = dict([*self.published.items(), (step, self.copy_weights())][-2:])
+        if step % interval:
+            return {}
+        now, sums, largest = self.log_probs(self.model, batch, micros), torch.zeros(4, dtype=torch.float64), 0.0
+        tokens = sum(float(np.sum(mask)) for mask in batch["loss_mask"])
+        for version, weights in self.published.items():
+            if all(run[0] != version for runs in batch["versions"] for run in runs):
+                continue
+            with self.other_weights(None if version == step else weights):
+                then = self.log_probs(self.model, batch, micros)
+            for s in (s for micro in micros for s in micro) if speaks() else ():
+                part = np.repeat([v == version for v, _ in batch["versions"][s]], [n for _, n in batch["versions"][s]])
+                part &= np.asarray(batch["loss_mask"][s]) > 0
+                lr = (then[s] - torch.as_tensor(batch["rollout_logprobs"][s])).double()[part]
+                sums += torch.stack([torch.tensor(float(part.sum())).double(), lr.abs().sum(), (lr.exp() - 1 - lr).sum(),
+                                     (now[s] - then[s]).double()[part].abs().sum()])
+                largest = max([largest, *lr.abs().tolist()])
+        sums, largest = sums.to(device()), torch.tensor(largest, dtype=torch.float64, device=device())
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        count, mismatch, k3, staleness = sums.tolist()
+        if not count:
+            return {"parity/coverage": 0.0}
+        return {"parity/coverage": count / tokens, "parity/mismatch": mismatch / count, "parity/mismatch_max": largest.item(),
+                "parity/mismatch_k3": k3 / count, "parity/staleness": staleness / count}
+
+    def mean_weight(self, columns):
+        """What --rollout-is-batch-normalize divides by: the mean over this update's tokens (or samples) on all ranks. In
+        decoupled mode the weights do not depend on the policy that is being trained, so it is known before the first pass."""
+        args, sums = self.args, torch.zeros(2, dtype=torch.float64, device=device())
+        for c in columns if speaks() else ():
+            weights = importance_weights(c["old_logp"] - c["rollout_logp"], c["mask"], c["sample"], args.rollout_is,
+                                         *args.rollout_is_bounds)
+            sums += weight_sum(weights, c["mask"], c["sample"], args.rollout_is)
+        dist.all_reduce(sums)
+        return (sums[0] / sums[1].clamp(min=1)).item() or 1.0
 
     def update(self, batch, micros):
         """One optimizer step over this rank's micro-batches. Returns the global sums behind the metrics."""
@@ -116,12 +218,18 @@ class TrainWorker:
         self.optimizer.zero_grad()
         packs = [self.to_pack(batch, micro) for micro in micros]
         columns = [self.to_columns(batch, micro) for micro in micros]
+        is_mean = self.mean_weight(columns) if self.args.rollout_is_batch_normalize else 1.0
 
         def objective(hidden, i):
             logp, entropy = self.head(self.model, hidden, packs[i], entropy=self.args.entropy_coef != 0)
-            return policy_objective(self.args, logp, entropy, columns[i])
+            return policy_objective(self.args, self.policy_loss, logp, entropy, columns[i], is_mean)
 
         sums = total(model.run([self.model], packs, objective))
+        if self.args.rejections and self.args.rs_denominator == "kept":   # known only now: what was kept depends on the policy
+            counts = [sums[f"correction/{name}"] for name in ("tokens", "kept_tokens", "seqs", "kept_seqs")]
+            scale = kept_scale(self.args.loss_agg_mode, *counts)
+            self.model.scale_gradients(scale)
+            sums["loss"], sums["pg_loss"] = sums["loss"] * scale, sums["pg_loss"] * scale
         ok, grad_norm, _ = self.optimizer.step()
         if not ok:
             raise RuntimeError("the gradient is not finite: the optimizer refused the step")
@@ -135,17 +243,21 @@ class TrainWorker:
         return model.pack(samples, device(), align)
 
     def to_columns(self, batch, micro):
-        """The columns of `policy_objective` for one micro-batch: [N] tensors over its response tokens."""
-        def flat(name):
-            return torch.from_numpy(np.concatenate([np.asarray(batch[name][s], np.float32) for s in micro])).to(device())
+        """The columns of `policy_objective` for one micro-batch: [N] tensors over its response tokens. A value of a sample
+        stands at each of its tokens."""
+        lengths = [batch["response_lengths"][s] for s in micro]
 
-        lengths = torch.tensor([batch["response_lengths"][s] for s in micro])
-        advantage = torch.tensor([batch["advantages"][s] for s in micro], dtype=torch.float32)
-        columns = {"weight": flat("weights"), "mask": flat("loss_mask"), "old_logp": flat("old_logprobs"),
-                   "rollout_logp": flat("rollout_logprobs"), "advantage": advantage.repeat_interleave(lengths).to(device())}
+        def flat(rows):
+            parts = [np.broadcast_to(np.asarray(rows[s], np.float32), n) for s, n in zip(micro, lengths)]
+            return torch.from_numpy(np.concatenate(parts)).to(device())
+
+        columns = {name: flat(rows) for name, rows in batch["columns"].items()}       # own ones, for --custom-loss-path
+        columns |= {"weight": flat(batch["weights"]), "mask": flat(batch["loss_mask"]), "old_logp": flat(batch["old_logprobs"]),
+                    "rollout_logp": flat(batch["rollout_logprobs"]), "advantage": flat(batch["advantages"])}
         if self.args.use_reference:
-            columns["ref_logp"] = flat("ref_logprobs")
-        return columns
+            columns["ref_logp"] = flat(batch["ref_logprobs"])
+        starts = np.cumsum([0] + lengths[:-1])
+        return columns | {"sample": torch.from_numpy(np.repeat(starts, lengths)).to(device())}
 
     def head(self, network, hidden, packed, entropy=False):
         return model.token_logprobs(network, hidden, packed.labels, self.args.rollout_temperature,
@@ -213,28 +325,52 @@ def split_to(bins, count):
     return bins
 
 
+def check_advantages(advantages, lengths):
+    """The rows of an advantage function as S numpy arrays [] or [n]; ValueError for another shape or what is not finite."""
+    rows = [np.asarray(row, np.float64) for row in advantages]
+    if len(rows) != len(lengths):
+        raise ValueError(f"--custom-advantage-path returned {len(rows)} advantages for {len(lengths)} samples")
+    for i, (row, n) in enumerate(zip(rows, lengths)):
+        if row.shape not in ((), (n,)) or not np.isfinite(row).all():
+            raise ValueError(f"--custom-advantage-path: the advantage of sample {i} must be a finite number, or one for each of "
+                             f"its {n} tokens, is {row}")
+    return rows
+
+
 # ---- metrics ----------------------------------------------------------------------------------------------
+def speaks():
+    """Whether this rank holds log-probs and counts: of the ranks that hold the same ones, one does."""
+    return mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0
+
+
+def add_up(name, values):
+    return max(values) if name.endswith("_max") else sum(values)
+
+
 def total(sums):
     """Adds the micro-batches' sums over the data-parallel ranks of the last stage; every rank gets the result."""
     names = None
-    if sums and mpu.get_tensor_model_parallel_rank() == 0:
+    if sums and speaks():
         names = sorted(sums[0])
-        vector = torch.stack([torch.stack([s[name] for s in sums]).sum() for name in names])
+        vector = torch.stack([torch.as_tensor(add_up(name, [s[name] for s in sums])) for name in names])
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, None if names is None else dict(zip(names, vector.tolist())))
     parts = [part for part in everyone if part is not None]
-    return {name: sum(part[name] for part in parts) for name in parts[0]}
+    return {name: add_up(name, [part[name] for part in parts]) for name in parts[0]}
 
 
 def step_metrics(updates):
     """Sums of each update -> means over its tokens, averaged over the updates. `first_...` are of the first update: there
     nothing has moved since the old log-probs were taken."""
-    whole = ("loss", "pg_loss", "grad_norm")
+    whole, prefix = ("loss", "pg_loss", "grad_norm"), "correction/"
+    apart = {name: add_up(name, [u[name] for u in updates]) for name in updates[0] if name.startswith(prefix)}
+    correction = correction_metrics({name.removeprefix(prefix): value for name, value in apart.items()})
+    updates = [{name: value for name, value in u.items() if not name.startswith(prefix)} for u in updates]
     means = [{name: value if name in whole else value / max(u["tokens"], 1) for name, value in u.items()} for u in updates]
     metrics = {f"train/{name}": sum(m[name] for m in means) / len(means) for name in means[0] if name != "tokens"}
     metrics["train/first_ppo_kl"] = means[0]["ppo_kl"]
     metrics["train/logprob_abs_diff"] = means[0]["logprob_abs_diff"]
-    return metrics
+    return metrics | {prefix + name: value for name, value in correction.items()}
 
 
 def device():

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import harness
-from args import nodes_needed, parse_args
+from args import nodes_needed, parse_args, policies
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,30 @@ def refuse(capsys, words, script="train_async.py"):
     (dict(tensor_model_parallel_size=0), "--tensor-model-parallel-size must be at least 1, is 0"),
     (dict(eval_interval=3, update_weights_interval=2, eval_prompt_data=["a", "b"]), "--eval-interval 3 must be a multiple of"),
     (dict(use_kl_loss=True), "--use-kl-loss needs --kl-loss-coef"),
+    (dict(rollout_is="token"), "the ratio of --loss-type ppo_clip is the correction already, and both would count it twice"),
+    (dict(rollout_is="sequence", loss_type="gspo"), "the ratio of --loss-type gspo is the correction already"),
+    (dict(rollout_is="token", loss_type="reinforce", rollout_is_batch_normalize=True), "--rollout-is-batch-normalize needs --policy-old recompute"),
+    (dict(rollout_is_batch_normalize=True), "--rollout-is-batch-normalize needs --rollout-is"),
+    (dict(rollout_is_threshold="2"), "--rollout-is-threshold needs --rollout-is"),
+    (dict(policy_old="recompute", rollout_is="token", rollout_is_threshold="2_1"), "--rollout-is-threshold 2_1: wants a number above 0"),
+    (dict(policy_old="recompute", rollout_is="token", rollout_is_threshold="nan"), "--rollout-is-threshold nan: wants a number above 0"),
+    (dict(rollout_rs="token_k1"), "--rollout-rs needs --rollout-rs-threshold"),
+    (dict(rollout_rs="token_k1,seq_max_k1", rollout_rs_threshold="2,2"), "--rollout-rs seq_max_k1: there are token_k1, token_k2"),
+    (dict(rollout_rs="token_k1,token_k3", rollout_rs_threshold="2"), "--rollout-rs has 2 statistics, --rollout-rs-threshold 1 bounds"),
+    (dict(rollout_rs="token_k3", rollout_rs_threshold="0.1_0.2"), "token_k3 is at least 0 and takes an upper bound alone"),
+    (dict(rollout_rs="token_k1", rollout_rs_threshold="0.5"), "alone it means 1/0.5 .. 0.5: at least 1"),
+    (dict(rs_denominator="kept"), "--rs-denominator needs --rollout-rs"),
+    (dict(overlong_buffer_len=7), "--overlong-buffer-len 7 is more than --rollout-max-response-len 6"),
+    (dict(overlong_penalty_factor=0.5), "--overlong-penalty-factor needs --overlong-buffer-len"),
+    (dict(loss_scale_factor=8), "--loss-scale-factor needs --loss-agg-mode seq-mean-token-sum-norm"),
+    (dict(eps_clip_c=3, loss_type="cispo"), "--eps-clip-c belongs to --loss-type ppo_clip, not to cispo"),
+    (dict(disable_grpo_std_normalization=True, advantage_estimator="rloo"), "--disable-grpo-std-normalization needs --advantage-estimator grpo"),
+    (dict(use_unbiased_kl=True), "--use-unbiased-kl needs --use-kl-loss"),
+    (dict(use_unbiased_kl=True, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2"), "--use-unbiased-kl needs --kl-loss-type k1 or k3"),
+    (dict(custom_loss_path="test_args.one_argument"), "--custom-loss-path test_args.one_argument: must take 3 arguments"),
+    (dict(custom_advantage_path="test_args.one_argument"), "--custom-advantage-path test_args.one_argument: must take 2 arguments"),
+    (dict(custom_advantage_path="test_args.one_argument", advantage_estimator="rloo"), "--custom-advantage-path and --advantage-estimator exclude"),
+    (dict(custom_loss_path="test_args.one_argument", loss_type="gspo"), "--custom-loss-path and --loss-type exclude"),
 ])
 def test_bad_input_is_refused_in_one_line(changes, text, model, tmp_path, capsys):
     assert text in refuse(capsys, harness.flags(model, tmp_path, "run", **changes))
@@ -122,6 +146,17 @@ def test_derived_values_and_pass_through(model, tmp_path):
     assert args.num_rollout == 100 and args.samples_per_step == 8 and args.num_updates == 200     # 2 x 200 rows / 4 groups
     assert args.sglang_args == ["--mem-fraction-static", "0.7", "--disable-radix-cache"]
     assert args.eps_clip_high == args.eps_clip == 0.2
+
+
+def test_correction_flags_become_rules_and_a_line_to_print(model, tmp_path):
+    args = parse_args(harness.flags(model, tmp_path, "run", policy_old="recompute", rollout_is="token", rollout_is_threshold="0.5_5",
+                                    rollout_rs="token_k1, seq_mean_k3,seq_sum_k1", rollout_rs_threshold="0_2,0.1,1.5"))
+    assert args.rollout_is_bounds == (0.5, 5.0) and args.rs_denominator == "kept"
+    assert args.rejections == [("token_k1", 0.0, 2.0), ("seq_mean_k3", None, 0.1), ("seq_sum_k1", None, 1.5)]
+    assert "--policy-old recompute: the last published weights' log-probs (decoupled); --rollout-is token 0.5_5" in policies(args)
+    args = parse_args(harness.flags(model, tmp_path, "other", loss_type="reinforce", rollout_is="sequence"))
+    assert args.rollout_is_bounds == (None, 2.0) and args.rejections == []
+    assert policies(args).startswith("loss reinforce; --policy-old rollout: the engine's log-probs (bypass)")
 
 
 @pytest.mark.parametrize("t, tn, rollout, p, nodes", [(4, 1, 4, 8, 1), (8, 1, 8, 8, 2), (4, 2, 4, 8, 2), (6, 1, 2, 8, 1),

@@ -43,7 +43,7 @@ def tiny_model(folder, seed):
 
 def make_args(model, run_dir, **changes):
     return types.SimpleNamespace(**{
-        "device": "cpu", "bf16": False, "seed": 1, "rollout_num_gpus_per_engine": 1,
+        "device": "cpu", "colocate": False, "bf16": False, "seed": 1, "rollout_num_gpus_per_engine": 1,
         "sglang_args": ["--max-running-requests", "4"], "hf_checkpoint": str(model), "run_dir": str(run_dir),
         "sglang_port": None, "engine_start_timeout": 120, **changes})
 

@@ -106,11 +106,15 @@ def count_parameters(model):
 @pytest.mark.contract
 def test_one_step_off_and_partial_rollout_on_real_parts(model, engines, tmp_path):
     """train_async.py: lag 0, then 1. With over-sampling and partial rollout long answers come back with mixed versions."""
-    args, trainers, rollout = launch(model, engines, tmp_path, "run")
+    args, trainers, rollout = launch(model, engines, tmp_path, "run", parity_interval=1)
     try:
         rows = steps(train_async.train, args, trainers, rollout, 0, 3, "part")
         assert [(row["staleness/min"], row["staleness/max"]) for row in rows] == [(0, 0), (1, 1), (1, 1)]
         assert rows[0]["train/logprob_abs_diff"] < 1e-4 < rows[1]["train/logprob_abs_diff"]
+        # what differs is age: on the same weights engine and trainer agree
+        assert all(row["parity/coverage"] == 1 and row["parity/mismatch_max"] < 1e-4 for row in rows)
+        assert rows[0]["parity/staleness"] == 0 and min(row["parity/staleness"] for row in rows[1:]) > 1e-3
+        assert rows[1]["parity/staleness"] == pytest.approx(rows[1]["train/logprob_abs_diff"], abs=1e-4)
     finally:
         for actor in [*trainers, rollout]:
             ray.kill(actor)
@@ -125,6 +129,26 @@ def test_one_step_off_and_partial_rollout_on_real_parts(model, engines, tmp_path
             assert length == len(sample["loss_mask"]) == len(sample["rollout_logprobs"]) <= 200
             assert length == sum(count for _, count in sample["version_runs"])
         assert any(len(sample["version_runs"]) > 1 for sample in samples), "nothing was continued: the test shows nothing"
+    finally:
+        for actor in [*trainers, rollout]:
+            ray.kill(actor)
+
+
+@pytest.mark.contract
+def test_colocated_engines_give_their_memory_back_and_go_on(model, engines, tmp_path):
+    """train_sync.py --colocate with over-sampling and partial rollout: generate until the batch is complete, abort, release the
+    memory, train, sync, resume, continue. The engines' weights are checked at each sync, and the batches' log-probs here."""
+    data = str(tmp_path / "{step}.npz")
+    args = parse_args(harness.flags(model, tmp_path, "run", engines, colocate=True, actor_num_gpus_per_node=2, partial_rollout=True,
+                                    over_sampling_batch_size=16, rollout_max_response_len=200, max_tokens_per_gpu=512, lr=1e-4,
+                                    save_debug_rollout_data=data), "train_sync.py")
+    trainers, rollout = placement.launch(args, [])
+    try:
+        rows = steps(train_sync.train, args, trainers, rollout, 0, 4, "part")
+        assert rows[0]["train/logprob_abs_diff"] < 1e-4 and rows[0]["staleness/max"] == 0
+        groups = [group for step in range(4) for group in harness.read_groups(data.format(step=step))]
+        assert any(len(s["version_runs"]) > 1 for group in groups for s in group["samples"]), "nothing was continued"
+        assert max(row["staleness/max"] for row in rows) > 0
     finally:
         for actor in [*trainers, rollout]:
             ray.kill(actor)

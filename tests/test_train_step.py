@@ -1,5 +1,6 @@
 """A whole training step of TrainWorker, on one and two ranks, against a plain loop with a Hugging Face model and torch's AdamW."""
 
+import copy
 import os
 import socket
 
@@ -21,6 +22,30 @@ LAYOUTS = {"one": {}, "alone": dict(use_dynamic_batch_size=False), "tiny_packs":
            "tp2": dict(actor_num_gpus_per_node=2, tensor_model_parallel_size=2),
            "pp2": dict(actor_num_gpus_per_node=2, pipeline_model_parallel_size=2, max_tokens_per_gpu=44)}
 
+# the corrections, on the same optimizer: decoupled over a cycle of two steps, bypass, and functions of one's own
+PLAIN = {name: FLAGS[name] for name in ("lr", "adam_beta2", "adam_eps", "clip_grad", "weight_decay", "global_batch_size",
+                                        "rollout_temperature", "rollout_max_response_len", "n_samples_per_prompt")}
+CORRECTED = {
+    "decoupled": (dict(policy_old="recompute", update_weights_interval=2, loss_type="gspo", eps_clip_high=0.3,
+                       advantage_estimator="rloo", loss_agg_mode="seq-mean-token-mean", overlong_buffer_len=6,
+                       overlong_penalty_factor=0.5, rollout_is="sequence", rollout_is_threshold="0.03_3",
+                       rollout_is_batch_normalize=True, rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="0.4_2.8,0.25"),
+                  ("one", "dp2_split", "pp2")),
+    "bypass": (dict(loss_type="reinforce", advantage_estimator="reinforce_plus_plus", kl_coef=0.05, kl_loss_type="k2",
+                    rollout_is="token", rollout_is_threshold="1.2", rollout_rs="token_k1", rollout_rs_threshold="1.5",
+                    entropy_coef=0.02), ("tiny_packs", "dp2", "tp2")),
+    "own": (dict(custom_loss_path="test_train_step.own_loss", custom_advantage_path="test_train_step.own_advantage"), ("dp2",))}
+
+
+def own_loss(args, logp, columns):
+    return -columns["advantage"] * columns["level"] * logp, {"trust": columns["trust"]}
+
+
+def own_advantage(args, batch):
+    """One for each token: the reward less its mean, where the column of the sample says so."""
+    mean = sum(batch["rewards"]) / len(batch["rewards"])
+    return [(reward - mean) * np.asarray(trust) for reward, trust in zip(batch["rewards"], batch["columns"]["trust"])]
+
 
 def make_batch(seed, groups=4, n=4):
     """Uneven lengths, holes in the masks, engine log-probs that are off by noise."""
@@ -35,7 +60,9 @@ def make_batch(seed, groups=4, n=4):
         batch["rollout_logprobs"].append((-5.5 + 0.3 * g.standard_normal(length)).astype(np.float32))
         batch["rewards"].append(float(g.integers(0, 3)))
         batch["versions"].append([[0, length]])
-    return {"step": 0, **batch}
+    columns = {"level": [float(i % 3) for i in range(groups * n)],
+               "trust": [np.linspace(0, 1, length) for length in batch["response_lengths"]]}
+    return {"step": seed, "columns": columns, **batch}
 
 
 # ---- the reference: a plain loop --------------------------------------------------------------------------
@@ -50,10 +77,7 @@ def reference(model, batches, policy_old):
 
     f, T = FLAGS, FLAGS["rollout_temperature"]
     network, frozen = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
-    matrices, vectors = ([p for p in network.parameters() if (p.ndim > 1) == flag] for flag in (True, False))
-    adam = torch.optim.AdamW([dict(params=matrices, weight_decay=f["weight_decay"]), dict(params=vectors, weight_decay=0.0)],
-                             lr=f["lr"], betas=(0.9, f["adam_beta2"]), eps=f["adam_eps"])
-    losses = []
+    adam, losses = make_adam(network), []
     for batch in batches:
         count = len(batch["tokens"])
         with torch.no_grad():
@@ -77,12 +101,88 @@ def reference(model, batches, policy_old):
                     value = value.clamp(max=-a * f["eps_clip_c"])
                 value = value - f["entropy_coef"] * entropy + f["kl_loss_coef"] * kl(logp, i)
                 loss = loss + (value * torch.tensor(batch["loss_mask"][i])).sum() / tokens
-            adam.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(network.parameters(), f["clip_grad"])
-            adam.step()
+            update(network, adam, loss)
             losses.append(loss.item())
     return network.state_dict(), losses
+
+
+def make_adam(network):
+    matrices, vectors = ([p for p in network.parameters() if (p.ndim > 1) == flag] for flag in (True, False))
+    return torch.optim.AdamW([dict(params=matrices, weight_decay=FLAGS["weight_decay"]), dict(params=vectors, weight_decay=0.0)],
+                             lr=FLAGS["lr"], betas=(0.9, FLAGS["adam_beta2"]), eps=FLAGS["adam_eps"])
+
+
+def update(network, adam, loss):
+    adam.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), FLAGS["clip_grad"])
+    adam.step()
+
+
+def corrected_reference(model, batches, case):
+    """The same for one case of CORRECTED. Returns the final weights, the losses, and the share of tokens that was masked."""
+    from transformers import AutoModelForCausalLM
+
+    T, size, kept_tokens, tokens, losses = FLAGS["rollout_temperature"], FLAGS["global_batch_size"], 0, 0, []
+    network, frozen = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
+    adam = make_adam(network)
+    for step, batch in enumerate(batches):
+        row = lambda name, i: torch.as_tensor(batch[name][i], dtype=torch.float32)
+        logps = lambda net, i: token_logps(net, batch["tokens"][i], batch["response_lengths"][i], T)
+        everyone = range(len(batch["tokens"]))
+        if step == 0:                                        # published; not again before step 2
+            cycle = copy.deepcopy(network)
+        with torch.no_grad():
+            old = [logps(cycle, i)[0] for i in everyone]
+            ref = [logps(frozen, i)[0] for i in everyone]
+        advantages = hand_made_advantages(case, batch, ref)
+        for start in range(0, len(old), size):
+            parts = []                                       # (sample, log-probs, entropy, kept tokens, importance weight)
+            for i in range(start, start + size):
+                logp, entropy = logps(network, i)
+                mask = row("loss_mask", i) > 0
+                lr = ((old[i] if case == "decoupled" else logp.detach()) - row("rollout_logprobs", i)) * mask
+                if case == "decoupled":
+                    near = (-lr >= np.log(0.4)) & (-lr <= np.log(2.8)) & ((lr.exp() - 1 - lr).sum() / mask.sum() <= 0.25)
+                    weight = lr.sum().exp()
+                    weight = weight if 0.03 <= weight <= 3 else 0.0
+                else:
+                    near = (lr.abs() <= np.log(1.5)) if case == "bypass" else True
+                    weight = lr.exp().clamp(max=1.2) if case == "bypass" else 1.0
+                parts.append((i, logp, entropy, mask & near, weight))
+                kept_tokens, tokens = kept_tokens + (mask & near).sum().item(), tokens + mask.sum().item()
+            counts = [kept.sum() for _, _, _, kept, _ in parts]
+            mean = 1.0
+            if case == "decoupled":
+                mean = np.mean([float(weight) for i, *_, weight in parts if batch["loss_mask"][i].any()])
+            loss = 0.0
+            for (i, logp, entropy, kept, weight), count in zip(parts, counts):
+                a = torch.as_tensor(advantages[i], dtype=torch.float32)
+                if case == "decoupled":
+                    s = ((logp - old[i]).detach() * kept).sum().div(count.clamp(min=1)).exp()
+                    ratio = s * (logp - logp.detach()).exp()
+                    value = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.3)) * weight / mean
+                    loss = loss + (value * kept).sum() / count.clamp(min=1) / sum(c > 0 for c in counts)
+                else:
+                    value = -a * weight * logp * (batch["columns"]["level"][i] if case == "own" else 1.0)
+                    value = value - (FLAGS["entropy_coef"] * entropy if case == "bypass" else 0.0)
+                    loss = loss + (value * kept).sum() / sum(counts)
+            update(network, adam, loss)
+            losses.append(loss.item())
+    return network.state_dict(), losses, 1 - kept_tokens / tokens
+
+
+def hand_made_advantages(case, batch, ref):
+    rewards, ids, lengths = np.array(batch["rewards"]), np.array(batch["group_ids"]), np.array(batch["response_lengths"])
+    if case == "decoupled":
+        rewards = rewards - 0.5 * np.maximum(lengths - 6, 0) / 6
+        return [r - (rewards[ids == g].sum() - r) / 3 for r, g in zip(rewards, ids)]
+    if case == "own":
+        return [(r - rewards.mean()) * np.linspace(0, 1, n) for r, n in zip(rewards, lengths)]
+    kl = [(r.numpy() - p) ** 2 / 2 * m for r, p, m in zip(ref, batch["rollout_logprobs"], batch["loss_mask"])]
+    returns = [r - 0.05 * np.cumsum(k[::-1])[::-1] for r, k in zip(rewards, kl)]
+    counted = np.concatenate([x[m > 0] for x, m in zip(returns, batch["loss_mask"])]).astype(np.float64)
+    return [(x - counted.mean()) / counted.std(ddof=1) for x in returns]
 
 
 # ---- the workers ------------------------------------------------------------------------------------------
@@ -122,10 +222,14 @@ def results(tmp_path_factory):
     model = harness.make_model(out / "model")
     cases = [(name, policy_old, parse_args(harness.flags(model, out, "run", policy_old=policy_old, **{**FLAGS, **changes})))
              for name, changes in LAYOUTS.items() for policy_old in (("rollout", "recompute") if name in ("one", "dp2_split") else ("rollout",))]
+    cases += [(name, case, parse_args(harness.flags(model, out, "run", **{**PLAIN, **flags, **LAYOUTS[name]})))
+              for case, (flags, names) in CORRECTED.items() for name in names]
     for world in (1, 2):
         mine = [case for case in cases if case[2].world_size == world]
         mp.spawn(work, (mine, model, str(out), Masters(mine)), nprocs=world)
-    return out, {policy_old: reference(model, [make_batch(0), make_batch(1)], policy_old) for policy_old in ("rollout", "recompute")}
+    batches = [make_batch(0), make_batch(1)]
+    return out, ({policy_old: reference(model, batches, policy_old) for policy_old in ("rollout", "recompute")}
+                 | {case: corrected_reference(model, batches, case) for case in CORRECTED})
 
 
 @pytest.mark.contract
@@ -134,10 +238,35 @@ def results(tmp_path_factory):
 def test_two_steps_equal_the_plain_loop(name, policy_old, results):
     """Two batches of two updates each: clip on both sides, dual clip, KL in the reward and in the loss, entropy, temperature,
     weight decay, gradient clipping. Losses and final weights agree however samples were packed and ranks laid out."""
+    metrics = compare(name, policy_old, *results)
+    if policy_old == "recompute":
+        assert all(m["train/first_ppo_kl"] == 0.0 for m in metrics)
+
+
+@pytest.mark.contract
+@pytest.mark.parallel
+@pytest.mark.parametrize("name, case", [(name, case) for case, (_, names) in CORRECTED.items() for name in names])
+def test_two_corrected_steps_equal_the_plain_loop(name, case, results):
+    """Weights and rejections whose means and denominators span the ranks, old log-probs from two steps' common start, an
+    advantage for each token, own columns. In the second step of the cycle the old policy is not the current one."""
+    metrics = compare(name, case, *results)
+    masked, tokens = results[1][case][2], [sum(mask.sum() for mask in make_batch(i)["loss_mask"]) for i in range(2)]
+    assert np.average([m["correction/masked_token_frac"] for m in metrics], weights=tokens) == pytest.approx(masked, abs=1e-6)
+    assert 0.05 < masked < 0.8 or case == "own"
+    if case == "decoupled":
+        assert metrics[0]["train/first_ppo_kl"] == 0.0 != metrics[1]["train/first_ppo_kl"]
+        assert metrics[0]["train/overlong_penalty"] < 0
+    if case == "own":                                       # a mean over the tokens of each update, then over both
+        masks = make_batch(1)["loss_mask"]
+        trust = [np.concatenate([np.linspace(0, 1, len(m))[m > 0] for m in masks[i:i + 8]]).mean() for i in (0, 8)]
+        assert metrics[1]["train/trust"] == pytest.approx(np.mean(trust), abs=1e-6)
+
+
+def compare(name, policy_old, out, references):
+    """Losses and final weights against the reference's. Returns the metrics of the steps."""
     from safetensors.torch import load_file
 
-    out, references = results
-    weights, losses = references[policy_old]
+    weights, losses = references[policy_old][:2]
     metrics = torch.load(out / f"{name}-{policy_old}.pt")
     assert [m["train/loss"] for m in metrics] == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], abs=1e-6)
     folder = out / f"{name}-{policy_old}"
@@ -145,5 +274,4 @@ def test_two_steps_equal_the_plain_loop(name, policy_old, results):
     moved = max((weights[k] - v).abs().max().item() for k, v in load_file(out / "model" / "model.safetensors").items())
     worst = max((weights[k] - got[k]).abs().max().item() for k in got)
     assert moved > 1e-3 and worst < 1e-6, (moved, worst)
-    if policy_old == "recompute":
-        assert all(m["train/first_ppo_kl"] == 0.0 for m in metrics)
+    return metrics
