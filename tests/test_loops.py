@@ -183,11 +183,12 @@ def test_without_partial_rollout_aborted_groups_start_again(model, engine, tmp_p
 
 
 def test_dynamic_sampling_gives_up_with_the_counts(model, engine, tmp_path):
-    """Nothing but zero rewards: the run ends with what it counted, and does not sample for ever."""
+    """Nothing but zero rewards: the run ends with what it counted, and does not sample for ever. More than 12 groups dropped
+    are the limit; 4 may end at once, and 4 more be on their way."""
     status, output = light.run("train_sync.py", harness.flags(
         model, tmp_path, "hopeless", engine(1), custom_rm_path=None, dynamic_sampling_filter=True, max_filter_rounds=3))
     assert status == 1
-    assert re.search(r"error: RuntimeError: 1\d groups drawn \(--max-filter-rounds 3 batches\) and only 0 of 4 accepted: "
+    assert re.search(r"error: RuntimeError: (1[3-9]|20) groups drawn \(--max-filter-rounds 3 batches\) and only 0 of 4 accepted: "
                      r"0 were all right, \d+ all wrong", output), output[-2000:]
 
 
