@@ -257,7 +257,8 @@ def test_an_engine_that_cannot_start_ends_the_run(what, model, tmp_path):
 @pytest.mark.parametrize("rig, order, text", [
     (harness, {"refuse": 10, "status": 500, "verb": "update_weights_from_distributed"},
      "update_weights_from_distributed: HTTP 500"),
-    (light, {"stale": True}, "tensors are not the trainer's after a sync"),
+    (light, {"stale": "tensors"}, "tensors are not the trainer's after a sync"),
+    (light, {"stale": True}, "generated with version default, but 0 was published"),
 ])
 def test_a_sync_that_fails_names_the_engine_and_leaves_none_paused(rig, order, text, model, engine, tmp_path):
     good, bad = engine(2)
