@@ -91,6 +91,8 @@ def measure(shape, folder, options, server):
     args, engines = parse_args(words + ["--bf16"] * (options.device == "cuda"), "train_async.py"), []
     placement.start_ray(args)
     try:
+        size = weight_bytes(model)
+        raw = 1e3 * raw_broadcast(size, options.device)
         trainers, rollout = placement.launch(args, engines)
         rows = []
         for version in range(options.syncs):
@@ -98,22 +100,30 @@ def measure(shape, folder, options, server):
             rows.append({**row, "sync/check_time": ray.get(rollout.proved.remote())})
         ms = {name: 1e3 * statistics.median(row[f"sync/{name}"] for row in rows[2:])
               for name in ("time", "pause_time", "broadcast_time", "publish_time", "check_time")}
-        size = rows[0]["sync/bytes"]
-        for actor in [*trainers, rollout, *engines]:
-            ray.get(actor.stop.remote(), timeout=60) if actor in engines else None
-            ray.kill(actor)
-        raw = 1e3 * raw_broadcast(size, options.device)
+        assert rows[0]["sync/bytes"] == size or options.device == "cpu"      # there weights are fp32
     finally:
-        placement.stop([])
+        placement.stop(engines)
     print(f"{shape}: {size / 1e9:.2f} GB; first sync {1e3 * rows[0]['sync/time']:.0f} ms, then "
           + ", ".join(f"{name} {value:.1f}" for name, value in ms.items()) + f" ms; raw broadcast {raw:.1f} ms", flush=True)
     return f"sync {shape} {ms['time']:.1f} {ms['time'] / raw:.2f}"
 
 
+def weight_bytes(model):
+    """Of all tensors in bf16."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    return 2 * sum(p.numel() for p in network.parameters())
+
+
 def raw_broadcast(size, device):
-    actors = [ray.remote(Raw).options(**option).remote() for option in placement.reserve(2, 1, device)]
+    actors = [ray.remote(Raw).options(num_gpus=int(device == "cuda"), num_cpus=0).remote() for _ in range(2)]
     host, port = free_address()
-    return max(ray.get([actor.time.remote(rank, f"{host}:{port}", size) for rank, actor in enumerate(actors)], timeout=120))
+    seconds = ray.get([actor.time.remote(rank, f"{host}:{port}", size) for rank, actor in enumerate(actors)], timeout=120)
+    for actor in actors:
+        ray.kill(actor)
+    return max(seconds)
 
 
 if __name__ == "__main__":
