@@ -72,7 +72,7 @@ def token_logps(network, tokens, length, temperature):
 
 
 def reference(model, batches, policy_old):
-    """The same updates, sample by sample, with nothing packed. Returns the final weights and the loss of each update."""
+    """The same updates, sample by sample, with nothing packed. Returns the final weights, and loss and norm of each update."""
     from transformers import AutoModelForCausalLM
 
     f, T = FLAGS, FLAGS["rollout_temperature"]
@@ -101,8 +101,7 @@ def reference(model, batches, policy_old):
                     value = value.clamp(max=-a * f["eps_clip_c"])
                 value = value - f["entropy_coef"] * entropy + f["kl_loss_coef"] * kl(logp, i)
                 loss = loss + (value * torch.tensor(batch["loss_mask"][i])).sum() / tokens
-            update(network, adam, loss)
-            losses.append(loss.item())
+            losses.append((loss.item(), update(network, adam, loss)))
     return network.state_dict(), losses
 
 
@@ -113,10 +112,12 @@ def make_adam(network):
 
 
 def update(network, adam, loss):
+    """Returns the gradient's norm: what clipping and Adam hide of its scale."""
     adam.zero_grad()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(network.parameters(), FLAGS["clip_grad"])
+    norm = torch.nn.utils.clip_grad_norm_(network.parameters(), FLAGS["clip_grad"])
     adam.step()
+    return norm.item()
 
 
 def corrected_reference(model, batches, case):
@@ -167,8 +168,7 @@ def corrected_reference(model, batches, case):
                     value = -a * weight * logp * (batch["columns"]["level"][i] if case == "own" else 1.0)
                     value = value - (FLAGS["entropy_coef"] * entropy if case == "bypass" else 0.0)
                     loss = loss + (value * kept).sum() / sum(counts)
-            update(network, adam, loss)
-            losses.append(loss.item())
+            losses.append((loss.item(), update(network, adam, loss)))
     return network.state_dict(), losses, 1 - kept_tokens / tokens
 
 
@@ -268,7 +268,9 @@ def compare(name, policy_old, out, references):
 
     weights, losses = references[policy_old][:2]
     metrics = torch.load(out / f"{name}-{policy_old}.pt")
-    assert [m["train/loss"] for m in metrics] == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], abs=1e-6)
+    for i, value in enumerate(("train/loss", "train/grad_norm")):
+        assert [m[value] for m in metrics] == pytest.approx([np.mean([x[i] for x in part]) for part in (losses[:2], losses[2:])],
+                                                            abs=1e-6, rel=1e-5 if i else 0)
     folder = out / f"{name}-{policy_old}"
     got = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
     moved = max((weights[k] - v).abs().max().item() for k, v in load_file(out / "model" / "model.safetensors").items())
