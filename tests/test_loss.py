@@ -2,6 +2,8 @@
 
 import argparse
 import math
+import os
+import re
 
 import numpy as np
 import pytest
@@ -182,6 +184,25 @@ def test_unbiased_kl_has_the_gradient_of_the_kl_also_off_policy(kind):
     got, = torch.autograd.grad((old.exp() * kl_estimate(logp, ref, kind, old)).sum(), logits, retain_graph=True)
     plain, = torch.autograd.grad((old.exp() * kl_estimate(logp, ref, kind)).sum(), logits)
     assert torch.allclose(got, want, atol=1e-12) and not torch.allclose(plain, want, atol=1e-2)
+
+
+def readme_function(name):
+    """What the README shows as an example of one's own."""
+    with open(os.path.join(os.path.dirname(os.path.dirname(__file__)), "README.md")) as f:
+        block, = [b for b in re.findall(r"```python\n(.*?)```", f.read(), re.S) if f"def {name}(" in b]
+    scope = {"torch": torch}
+    exec(block, scope)
+    return scope[name]
+
+
+def test_the_readme_examples_by_hand():
+    """OPO: [1, 0] with 1 and 3 tokens has the baseline 1/4. SAPO at ratio 1: gate 2 / tau, slope 1 whatever tau is."""
+    batch = {"rewards": [1.0, 2.0, 0.0], "response_lengths": [1, 5, 3], "group_ids": [4, 6, 4]}
+    assert readme_function("opo")(None, batch) == [0.75, 0.0, -0.25]
+    logp = double(-1, -1, math.log(2) - 1).requires_grad_()
+    loss, noted = readme_function("sapo")(None, logp, {"old_logp": double(-1, -1, -1), "advantage": double(3, -3, 1)})
+    assert loss.tolist() == pytest.approx([-6, 6 / 1.05, -4 / (1 + math.exp(-1))]) and noted["gate"][0] == 2
+    assert torch.autograd.grad(loss.sum(), logp)[0].tolist()[:2] == pytest.approx([-3, 3])
 
 
 # ---- off-policy correction --------------------------------------------------------------------------------
