@@ -14,7 +14,7 @@ import os
 import sys
 import time
 
-from data import load_rows
+from data import GYM, load_rows
 from rewards import REWARDS
 
 
@@ -97,7 +97,8 @@ def add_model(parser):
 
 def add_data(parser):
     g = parser.add_argument_group("data")
-    g.add_argument("--prompt-data", metavar="FILE", help="prompts: JSONL, JSON or Parquet, or a hub data set's name")
+    g.add_argument("--prompt-data", metavar="FILE", help="prompts: JSONL, JSON or Parquet, a hub data set's name, or "
+                   "reasoning-gym:TASK?size=500&seed=1")
     g.add_argument("--input-key", default="prompt", help="column of the prompt: a text or a list of chat messages")
     g.add_argument("--label-key", default="label", help="column of the reference answer")
     g.add_argument("--metadata-key", help="column of a dict that rewards and tools may read")
@@ -190,6 +191,10 @@ def add_correction(parser):
     g.add_argument("--rollout-rs-threshold", metavar="LIST",
                    help="a bound for each: k1 takes lo_hi of the ratio (hi alone: 1/hi_hi), k2 and k3 an upper bound")
     g.add_argument("--rs-denominator", choices=("kept", "original"), help="tokens that means divide by (default: kept)")
+    g.add_argument("--parity-interval", type=int, help="steps between two measurements of |engine - trainer| log-probs, on the same "
+                   "weights (mismatch) and by age of weights (staleness) (default: none)")
+    g.add_argument("--parity-warn", type=float, default=0.05, help="mean mismatch per token that is warned of")
+    g.add_argument("--parity-max", type=float, help="mean mismatch per token that ends the run (default: none)")
 
 
 def add_async(parser):
@@ -330,7 +335,7 @@ def derive(args, script):
     """The values that follow from flags: args.x below is either derived here or a flag's default that depends on others.
     Those that need the data are set by `check_data`."""
     args.script = script
-    if args.replay_data_only:
+    if args.replay_data_only and args.replay:
         args.debug_train_only, args.load_debug_rollout_data = True, samples_path(args.replay)
         recorded = len(glob.glob(samples_path(args.replay).format(step=0).replace("0" * 7, "*")))
         args.num_rollout = min(args.num_rollout or recorded, recorded)
@@ -404,7 +409,8 @@ def check_sizes(args):
                 "tensor_model_parallel_size", "pipeline_model_parallel_size", "max_sample_retries", "require_batches",
                 "sglang_server_concurrency", "update_weight_buffer_size", "log_probs_chunk_size", "n_samples_per_eval_prompt")
     optional = ("rollout_num_gpus", "num_rollout", "num_epoch", "eval_interval", "save_interval", "global_batch_size",
-                "over_sampling_batch_size", "overlong_buffer_len")
+                "over_sampling_batch_size", "overlong_buffer_len",
+                "parity_interval")
     for name in positive + optional:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, is {getattr(args, name)}")
@@ -418,7 +424,7 @@ def check_ranges(args):
               "kl_loss_coef": (0, 100), "entropy_coef": (-10, 10), "lr_warmup_iters": (0, math.inf), "max_lag": (0, math.inf),
               "staleness_threshold": (0, 1000), "sglang_port": (1, 65535), "rollout_max_prompt_len": (1, math.inf),
               "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
-              "overlong_penalty_factor": (0, 100), "loss_scale_factor": (1e-6, math.inf)}
+              "parity_warn": (0, math.inf), "parity_max": (0, math.inf), "overlong_penalty_factor": (0, 100), "loss_scale_factor": (1e-6, math.inf)}
     limits = ("engine_start_timeout", "distributed_timeout", "generate_timeout", "reward_timeout", "update_weight_timeout")
     for name, (low, high) in (ranges | dict.fromkeys(limits, (0.001, 10 ** 9))).items():
         value = getattr(args, name)
@@ -463,7 +469,7 @@ def check_needs(args):
                         ("overlong_penalty_factor", "overlong_buffer_len"), ("rollout_is_threshold", "rollout_is"),
                         ("rollout_is_batch_normalize", "rollout_is"), ("rollout_rs", "rollout_rs_threshold"),
                         ("rollout_rs_threshold", "rollout_rs"), ("rs_denominator", "rollout_rs"),
-                        ("mask_offpolicy_in_partial_rollout", "partial_rollout")):
+                        ("mask_offpolicy_in_partial_rollout", "partial_rollout"), ("parity_max", "parity_interval")):
         if given(name) and not given(other):
             raise ValueError(f"--{name.replace('_', '-')} needs --{other.replace('_', '-')}")
     if args.loss_scale_factor and args.loss_agg_mode != "seq-mean-token-sum-norm":
@@ -535,6 +541,10 @@ def check_data(args):
     if (args.eval_interval or args.eval_only) and not args.eval_prompt_data:
         raise ValueError("--eval-interval and --eval-only need --eval-prompt-data NAME FILE")
     args.eval_sets = list(zip(args.eval_prompt_data[::2], args.eval_prompt_data[1::2]))   # derived
+    paths = [args.prompt_data or "", *(path for _, path in args.eval_sets)]
+    if args.rm_type == "reasoning_gym" and not args.custom_rm_path and not all(path.startswith(GYM) for path in paths if path):
+        raise ValueError("--rm-type reasoning_gym scores the tasks of reasoning-gym only: --prompt-data reasoning-gym:TASK, and "
+                         "--eval-prompt-data alike")
     for name, path in args.eval_sets:
         load_rows(path, args, f"--eval-prompt-data {name}")
     if args.prompt_data:

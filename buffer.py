@@ -13,6 +13,7 @@ At a resume:               load_state(state); ledger.resume(step, state["ledger_
 A fresh start over the ledger of a run that died before its first save:  ledger.resume(0, 0).
 """
 
+import array
 import copy
 import hashlib
 import heapq
@@ -303,7 +304,8 @@ class Buffer:
     def _fresh_group(self):
         epoch, place = divmod(self.next_id, len(self.rows))
         if epoch != self.order_epoch:
-            self.order, self.order_epoch = list(range(len(self.rows))), epoch
+            # not a list: each full garbage collection would go through a million of them
+            self.order, self.order_epoch = array.array("q", range(len(self.rows))), epoch
             if self.shuffle:
                 random.Random(self.seed + epoch).shuffle(self.order)
         row = self.order[place]

@@ -1,8 +1,11 @@
 """Prompt data: rows of a file become prompt tokens when they are drawn, not before."""
 
+import json
 import os
+from urllib.parse import parse_qsl
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+GYM = "reasoning-gym:"
 
 
 class PromptRows:
@@ -14,6 +17,7 @@ class PromptRows:
     def __init__(self, path, args, tokenizer):
         self.rows = load_rows(path, args, "data")
         self.args, self.tokenizer = args, tokenizer
+        self.metadata_key = args.metadata_key or ("metadata" if path.startswith(GYM) else None)
 
     def __len__(self):
         return len(self.rows)
@@ -30,7 +34,11 @@ class PromptRows:
         return {"prompt": prompt,
                 "prompt_tokens": self.tokenizer.encode(prompt, add_special_tokens=False),
                 "label": str(row.get(args.label_key, "")),
-                "metadata": dict(row[args.metadata_key] or {}) if args.metadata_key else {}}
+                "metadata": self.metadata(row[self.metadata_key]) if self.metadata_key else {}}
+
+    def metadata(self, value):
+        """A dict, or its JSON: what differs from row to row in its types fits no column of a table."""
+        return json.loads(value) if isinstance(value, str) else dict(value or {})
 
 
 def load_rows(path, args, flag):
@@ -47,6 +55,8 @@ def load_rows(path, args, flag):
             if os.path.getsize(path) == 0:
                 raise ValueError("the file is empty")
             rows = datasets.load_dataset(FORMATS[suffix], data_files=path, split="train")
+        elif path.startswith(GYM):
+            rows = gym_rows(path)
         else:
             rows = datasets.load_dataset(path, split="train")
     except Exception as error:   # whatever the library raises, the user needs the file's name and the reason in one line
@@ -60,3 +70,17 @@ def load_rows(path, args, flag):
     if len(rows) == 0:
         raise ValueError(f"{flag} {path}: no rows")
     return rows
+
+
+def gym_rows(path):
+    """A generated task: 'reasoning-gym:chain_sum?size=500&seed=1&max_terms=2', the options being those of its config in
+    reasoning-gym (https://github.com/open-thought/reasoning-gym). Columns prompt, label and metadata, which --rm-type
+    reasoning_gym scores with."""
+    import datasets
+    import reasoning_gym
+
+    task, _, options = path.removeprefix(GYM).partition("?")
+    options = {name: json.loads(value) for name, value in parse_qsl(options, strict_parsing=bool(options))}
+    entries = reasoning_gym.create_dataset(task, **options)
+    return datasets.Dataset.from_list([{"prompt": entry["question"], "label": str(entry["answer"]),
+                                        "metadata": json.dumps(entry["metadata"])} for entry in entries])

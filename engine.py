@@ -89,6 +89,11 @@ class EngineClient:
             "names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes],
             "group_name": group_name, "load_format": "flattened_bucket", "flush_cache": flush_cache})
 
+    def update_from_tensor(self, handles):
+        """Loads one flattened bucket from memory of this node. handles: of each engine rank, see sync_weights.ipc_handle."""
+        self.call("POST", "update_weights_from_tensor", {
+            "serialized_named_tensors": list(handles), "load_format": "flattened_bucket", "flush_cache": False})
+
     def destroy_group(self, name):
         self.call("POST", "destroy_weights_update_group", {"group_name": name})
 

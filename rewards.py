@@ -10,4 +10,12 @@ def exact(args, sample):
     return float(sample.response.strip() == str(sample.label).strip())
 
 
-REWARDS = {"exact": exact}
+def reasoning_gym(args, sample):
+    """The score that the task itself gives, 0.0 to 1.0; the data are --prompt-data reasoning-gym:TASK."""
+    from reasoning_gym import get_score_answer_fn      # takes two seconds
+
+    entry = {"question": sample.prompt, "answer": sample.label, "metadata": sample.metadata}
+    return float(get_score_answer_fn(sample.metadata["source_dataset"])(sample.response.strip(), entry))
+
+
+REWARDS = {"exact": exact, "reasoning_gym": reasoning_gym}

@@ -2,6 +2,8 @@
 
 `sync_weights` is the driver's side and the order of things; `WeightSender` lives in every training rank. One rank of each
 pipeline stage is a source: it forms one group (NCCL; gloo on the CPU) with every rank of every engine and sends its stage.
+On shared GPUs (--colocate), where NCCL has no second rank for a device, each rank shows its own GPU's engine the buckets in
+place, by CUDA IPC.
 """
 
 import concurrent.futures
@@ -54,11 +56,19 @@ class WeightSender:
         self.gathers = mpu.get_data_parallel_rank() == 0
         self.source = self.gathers and mpu.get_tensor_model_parallel_rank() == 0
         self.clients, self.group, self.buffers = [], None, [None, None]
-        self.timeout = args.update_weight_timeout
+        self.timeout, self.in_place = args.update_weight_timeout, args.colocate and args.device == "cuda"
 
     def join(self, urls, name):
-        """Forms a group for each stage with the engines at `urls`."""
-        self.in_turn(lambda: self.join_stage(urls, name))
+        """Forms a group for each stage with the engines at `urls`; colocated engines need none."""
+        self.in_place = self.in_place and bool(urls)
+        if self.in_place:
+            tp, rank = self.args.rollout_num_gpus_per_engine, dist.get_rank()
+            self.beside = range(rank // tp * tp, rank // tp * tp + tp)       # the ranks on the GPUs of this rank's engine
+            self.gathers, self.source = True, rank == self.beside[0]
+            self.clients = [EngineClient(urls[rank // tp], api_key(self.args), self.timeout)] if self.source else []
+            self.pool = concurrent.futures.ThreadPoolExecutor(1)
+        else:
+            self.in_turn(lambda: self.join_stage(urls, name))
 
     def in_turn(self, action):
         """Runs action() on this rank when its stage's turn has come, and returns its result. One stage after the other: two
@@ -89,7 +99,7 @@ class WeightSender:
 
     def leave(self):
         """Ends the group on the engines' side, for engines that live on after the run."""
-        for client in self.clients:
+        for client in self.clients if self.group else ():
             client.destroy_group(self.name)
 
     def send(self):
@@ -101,7 +111,7 @@ class WeightSender:
         if not self.gathers:
             return None
         tensors = weight_map.hf_tensors(self.ddp, self.hf)
-        if not (self.source and self.clients):
+        if not (self.source and self.clients or self.in_place):
             for _ in tensors:      # takes part in gathering
                 pass
             return None
@@ -110,7 +120,7 @@ class WeightSender:
             flat = self.flatten(bucket, i % 2)
             if flying:
                 self.land(*flying)
-            flying = self.launch(bucket, flat)
+            flying = self.show(bucket, flat) if self.in_place else self.launch(bucket, flat)
             expected.update({name: (tuple(t.shape), fingerprint(t)) for name, t in bucket})
             size += flat.numel()
         self.land(*flying)
@@ -133,10 +143,33 @@ class WeightSender:
                  for client in self.clients]
         return asked, dist.broadcast(flat, group=self.group, group_src=0, async_op=True)
 
+    def show(self, bucket, flat):
+        """Hands the handles of the ranks beside each other to their engine. The exchange also keeps the ranks in step: no buffer
+        is written again before its engine has read it."""
+        torch.cuda.synchronize()
+        handles = [None] * dist.get_world_size()
+        dist.all_gather_object(handles, ipc_handle(bucket, flat))
+        return [self.pool.submit(client.update_from_tensor, [handles[i] for i in self.beside]) for client in self.clients], None
+
     def land(self, asked, work):
         """Waits for one bucket. An engine's refusal surfaces at once, with its name, though the broadcast may hang."""
         first_error(asked, self.timeout, "a bucket of weights")
-        work.wait(datetime.timedelta(seconds=self.timeout))
+        if work is not None:
+            work.wait(datetime.timedelta(seconds=self.timeout))
+
+
+def ipc_handle(bucket, flat):
+    """The flattened bucket as SGLang reads it in place: a handle of this GPU's memory, and where each tensor lies in it."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    monkey_patch_torch_reductions()       # names the device by its UUID: the engine counts its GPUs differently
+    places, start = [], 0
+    for name, t in bucket:
+        places.append(FlattenedTensorMetadata(name, t.shape, t.dtype, start, start + t.nbytes, t.nbytes))
+        start += t.nbytes
+    return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": places}, output_str=True)
 
 
 def buckets(tensors, limit):

@@ -62,6 +62,17 @@ class Tracker:
                  f"+ sync {row.get('sync/time', 0):.2f} + train {row.get('perf/train_time', 0):.2f} + other; "
                  f"generate {row['perf/generate_time']:.2f}")
 
+        self.check_parity(step, row)
+
+    def check_parity(self, step, row):
+        mismatch, args = row.get("parity/mismatch", 0.0), self.args
+        text = (f"step {step}: engine and trainer differ by {mismatch:.3g} per token in their log-probs of the same tokens on the same "
+                f"weights (parity/mismatch)")
+        if args.parity_max is not None and mismatch > args.parity_max:
+            raise RuntimeError(f"{text}: more than --parity-max {args.parity_max:g}. Sampling flags, dtypes or attention kernels differ")
+        if mismatch > args.parity_warn:
+            self.say(f"warning: {text}: more than --parity-warn {args.parity_warn:g}")
+
     # ---- evaluation ---------------------------------------------------------------------------------------
     def evaluate_if_due(self, rollout, version):
         """Starts the evaluation of the version just published. It runs beside generation and training and is collected

@@ -45,6 +45,7 @@ class TrainWorker:
         if args.custom_loss_path:
             self.policy_loss = load_function(args.custom_loss_path, "--custom-loss-path", 3)
         self.cycle_step, self.cycle_weights = None, None   # of the last published version; kept where old log-probs need them
+        self.published = {}                                # version -> copy of its weights; kept around a parity step
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.sender = WeightSender(args, self.model, self.hf)
 
@@ -58,7 +59,8 @@ class TrainWorker:
         if self.args.policy_old == "recompute" and (self.cycle_step is None or step % self.args.update_weights_interval == 0):
             self.begin_cycle(step)
         updates = [self.plan(batch, range(i, i + size)) for i in range(0, len(batch["tokens"]), size)]
-        noted = self.add_columns(step, batch, updates)
+        noted = self.parity(step, batch, [micro for plan in updates for micro in plan])
+        noted |= self.add_columns(step, batch, updates)
         prepared = time.time()            # with --policy-old recompute: the pass for old log-probs lies before
         sums = [self.update(batch, plan) for plan in updates]
         return {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
@@ -83,7 +85,7 @@ class TrainWorker:
         mine = [micro for plan in updates for micro in plan]
         batch["old_logprobs"] = batch["rollout_logprobs"]
         if args.policy_old == "recompute":
-            with self.weights_of_cycle(step):
+            with self.other_weights(None if step == self.cycle_step else self.cycle_weights):
                 batch["old_logprobs"] = self.log_probs(self.model, batch, mine)
         penalties = [0.0] * len(lengths)
         if args.overlong_buffer_len:
@@ -147,14 +149,14 @@ class TrainWorker:
         return [p.detach().to("cpu", copy=True) for p in self.model.parameters()]
 
     @contextlib.contextmanager
-    def weights_of_cycle(self, step):
-        """Within the block the model has the weights of the start of the cycle. The optimizer's own copies stay as they are."""
-        if step == self.cycle_step:
+    def other_weights(self, weights):
+        """Within the block the model has these weights (None: its own). The optimizer's own copies stay as they are."""
+        if weights is None:
             yield
             return
         current = self.copy_weights()
         try:
-            self.put_weights(self.cycle_weights)
+            self.put_weights(weights)
             yield
         finally:
             self.put_weights(current)
@@ -162,6 +164,42 @@ class TrainWorker:
     def put_weights(self, weights):
         for p, value in zip(self.model.parameters(), weights):
             p.data.copy_(value)
+
+    # ---- parity budget ------------------------------------------------------------------------------------
+    def parity(self, step, batch, micros):
+        """Every --parity-interval steps: how far engine and trainer are apart, |difference of log-probs| per token, in two parts.
+        The mismatch is that on the same weights, so what kernels, dtypes and flags make; the staleness is what the steps
+        since have changed: old weights against the current ones, both by the trainer. Measured on tokens of the last two
+        published versions, which are kept for it; `parity/coverage` is their share."""
+        interval, k = self.args.parity_interval, self.args.update_weights_interval
+        if interval is None:
+            return {}
+        if step % k == 0 and -step % interval <= 2 * k:    # else a parity step is far
+            self.published = dict([*self.published.items(), (step, self.copy_weights())][-2:])
+        if step % interval:
+            return {}
+        now, sums, largest = self.log_probs(self.model, batch, micros), torch.zeros(4, dtype=torch.float64), 0.0
+        tokens = sum(float(np.sum(mask)) for mask in batch["loss_mask"])
+        for version, weights in self.published.items():
+            if all(run[0] != version for runs in batch["versions"] for run in runs):
+                continue
+            with self.other_weights(None if version == step else weights):
+                then = self.log_probs(self.model, batch, micros)
+            for s in (s for micro in micros for s in micro) if speaks() else ():
+                part = np.repeat([v == version for v, _ in batch["versions"][s]], [n for _, n in batch["versions"][s]])
+                part &= np.asarray(batch["loss_mask"][s]) > 0
+                lr = (then[s] - torch.as_tensor(batch["rollout_logprobs"][s])).double()[part]
+                sums += torch.stack([torch.tensor(float(part.sum())).double(), lr.abs().sum(), (lr.exp() - 1 - lr).sum(),
+                                     (now[s] - then[s]).double()[part].abs().sum()])
+                largest = max([largest, *lr.abs().tolist()])
+        sums, largest = sums.to(device()), torch.tensor(largest, dtype=torch.float64, device=device())
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        count, mismatch, k3, staleness = sums.tolist()
+        if not count:
+            return {"parity/coverage": 0.0}
+        return {"parity/coverage": count / tokens, "parity/mismatch": mismatch / count, "parity/mismatch_max": largest.item(),
+                "parity/mismatch_k3": k3 / count, "parity/staleness": staleness / count}
 
     def mean_weight(self, columns):
         """What --rollout-is-batch-normalize divides by: the mean over this update's tokens (or samples) on all ranks. In

@@ -37,34 +37,44 @@ ARMS = {"sync": (train_sync, {}), "one_step_off": (train_async, {}),
         "partial_k4": (train_fully_async, dict(staleness_threshold=1.0, partial_rollout=True, update_weights_interval=4))}
 
 
-def main():
+def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help="steps of each mode; the first 4 are not counted")
     parser.add_argument("--unit", type=float, default=0.25, help="seconds of a unit of time")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="modes to run; sync always is")
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main():
+    options = parse()
     with tempfile.TemporaryDirectory() as folder:
-        servers = scripted_engine.start(1, lengths=f"90:1,10:{LONG}", unit_seconds=options.unit, slots=GROUPS * SAMPLES,
-                                        budget=LONG, vocab_size=250)
-        try:
-            model, url = harness.make_model(folder), servers[0][1]
-            placement.TrainWorker = harness.padded_worker(TRAIN * options.unit)
-            seconds = {name: measure(name, model, folder, url, options) for name in dict.fromkeys(["sync", *options.arms])}
-        finally:
-            placement.stop([])
-            scripted_engine.stop(servers)
+        seconds = {name: figures(name, path, options.unit) for name, path in record(folder, options).items()}
     work = (0.9 + 0.1 * LONG) * options.unit
     ratios = {name: value / seconds["sync"] for name, value in seconds.items() if name != "sync"}
     ratios["limit"] = max(TRAIN * options.unit, work) / seconds["sync"]
     print(" ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
 
 
-def measure(name, model, folder, url, options):
-    """Seconds per step of one mode, with processes of its own."""
+def record(folder, options):
+    """Runs each mode. Returns {mode: folder of its run}."""
+    servers = scripted_engine.start(1, lengths=f"90:1,10:{LONG}", unit_seconds=options.unit, slots=GROUPS * SAMPLES,
+                                    budget=LONG, vocab_size=250)
+    try:
+        model, url = harness.make_model(folder), servers[0][1]
+        placement.TrainWorker = harness.padded_worker(TRAIN * options.unit)
+        return {name: run(name, model, folder, url, options) for name in dict.fromkeys(["sync", *options.arms])}
+    finally:
+        placement.stop([])
+        scripted_engine.stop(servers)
+
+
+def run(name, model, folder, url, options):
+    """One mode, with processes of its own. Returns the folder of the run."""
     script, changes = ARMS[name]
     args = parse_args(harness.flags(model, folder, name, [url], num_rollout=options.steps, rollout_batch_size=GROUPS,
                                     n_samples_per_prompt=SAMPLES, rollout_max_response_len=LONG,
                                     sglang_server_concurrency=GROUPS * SAMPLES, **changes), script.__name__ + ".py")
+    placement.write_flags(args)
     if not ray.is_initialized():
         placement.start_ray(args)
     trainers, rollout = placement.launch(args, [])
@@ -73,11 +83,16 @@ def measure(name, model, folder, url, options):
     tracker.bar.close()
     for actor in [*trainers, rollout]:
         ray.kill(actor)
-    rows = tracker.rows.read()[4:]
+    return args.run_dir
+
+
+def figures(name, run_dir, unit):
+    """Prints and returns the seconds per step of a run."""
+    rows = harness.read_jsonl(os.path.join(run_dir, "metrics.jsonl"))[4:]
     mean = statistics.fmean(row["perf/step_time"] for row in rows)
     waits = statistics.fmean(row["perf/wait_prev_gen"] for row in rows)
     lag = max(row["staleness/max"] for row in rows)
-    print(f"{name}: {mean:.2f} s per step ({mean / options.unit:.1f} units), of it waiting {waits:.2f}; largest lag {lag}", flush=True)
+    print(f"{name}: {mean:.2f} s per step ({mean / unit:.1f} units), of it waiting {waits:.2f}; largest lag {lag}", flush=True)
     return mean
 
 

@@ -6,11 +6,13 @@
 #   OFFBEAT_PYTHON          the Python that makes it (default: python3.11, 3.12, 3.13 or python3)
 #   OFFBEAT_TORCH_INDEX     a mirror of PyTorch's index of CPU builds
 #   OFFBEAT_MEMINFO         read instead of /proc/meminfo
+#   PYTHON                  an interpreter that has everything, on a GPU machine say (requirements.txt): nothing is installed
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${OFFBEAT_VENV:-$ROOT/.venv}"
-PYTHON="$VENV/bin/python"
+GIVEN_PYTHON="${PYTHON:-}"
+PYTHON="${GIVEN_PYTHON:-$VENV/bin/python}"
 REQUIREMENTS="$ROOT/requirements-cpu.txt"
 
 say() { echo "setup: $*" >&2; }
@@ -89,4 +91,4 @@ prepare() {
   exec {lock}>&-
 }
 
-prepare
+[[ -n "$GIVEN_PYTHON" ]] || prepare

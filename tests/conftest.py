@@ -1,5 +1,9 @@
 """Fixtures that several test files share."""
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")     # before torch: threads that spin while they wait starve the rest of 2 cores
+
 import pytest
 
 import harness

@@ -219,7 +219,7 @@ class Engine:
         self.admit()
 
     def answer(self, body, request):
-        tokens, logprobs, version = list(request.tokens), list(request.logprobs), self.version
+        tokens, logprobs, version = list(request.tokens), [x - self.o.logprob_shift for x in request.logprobs], self.version
         kind = self.answers if self.answers_left > 0 else None
         self.answers_left -= kind is not None
         if kind == "wrong_logprobs":
@@ -525,6 +525,7 @@ def parse(argv=None):
     p.add_argument("--unit-seconds", type=float, default=0.0, help="seconds that a unit takes")
     p.add_argument("--slots", type=int, default=1 << 30, help="requests that run at a time; others queue")
     p.add_argument("--budget", type=int, help="max_new_tokens of all new requests: a continued one then keeps its length")
+    p.add_argument("--logprob-shift", type=float, default=0.0, help="log-probs are lower by this: a mark on answers from now on")
     p.add_argument("--weights", default="0", help="names the weights before the first update")
     p.add_argument("--vocab-size", type=int, default=500, help="ids are below it; generated ones are 3 and above")
     p.add_argument("--eos-id", type=int, default=2, help="stop token, besides the request's own")

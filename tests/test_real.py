@@ -106,11 +106,15 @@ def count_parameters(model):
 @pytest.mark.contract
 def test_one_step_off_and_partial_rollout_on_real_parts(model, engines, tmp_path):
     """train_async.py: lag 0, then 1. With over-sampling and partial rollout long answers come back with mixed versions."""
-    args, trainers, rollout = launch(model, engines, tmp_path, "run")
+    args, trainers, rollout = launch(model, engines, tmp_path, "run", parity_interval=1)
     try:
         rows = steps(train_async.train, args, trainers, rollout, 0, 3, "part")
         assert [(row["staleness/min"], row["staleness/max"]) for row in rows] == [(0, 0), (1, 1), (1, 1)]
         assert rows[0]["train/logprob_abs_diff"] < 1e-4 < rows[1]["train/logprob_abs_diff"]
+        # what differs is age: on the same weights engine and trainer agree
+        assert all(row["parity/coverage"] == 1 and row["parity/mismatch_max"] < 1e-4 for row in rows)
+        assert rows[0]["parity/staleness"] == 0 and min(row["parity/staleness"] for row in rows[1:]) > 1e-3
+        assert rows[1]["parity/staleness"] == pytest.approx(rows[1]["train/logprob_abs_diff"], abs=1e-4)
     finally:
         for actor in [*trainers, rollout]:
             ray.kill(actor)
