@@ -409,8 +409,7 @@ def check_sizes(args):
                 "tensor_model_parallel_size", "pipeline_model_parallel_size", "max_sample_retries", "require_batches",
                 "sglang_server_concurrency", "update_weight_buffer_size", "log_probs_chunk_size", "n_samples_per_eval_prompt")
     optional = ("rollout_num_gpus", "num_rollout", "num_epoch", "eval_interval", "save_interval", "global_batch_size",
-                "over_sampling_batch_size", "overlong_buffer_len",
-                "parity_interval")
+                "over_sampling_batch_size", "overlong_buffer_len", "parity_interval")
     for name in positive + optional:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, is {getattr(args, name)}")
@@ -424,7 +423,8 @@ def check_ranges(args):
               "kl_loss_coef": (0, 100), "entropy_coef": (-10, 10), "lr_warmup_iters": (0, math.inf), "max_lag": (0, math.inf),
               "staleness_threshold": (0, 1000), "sglang_port": (1, 65535), "rollout_max_prompt_len": (1, math.inf),
               "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
-              "parity_warn": (0, math.inf), "parity_max": (0, math.inf), "overlong_penalty_factor": (0, 100), "loss_scale_factor": (1e-6, math.inf)}
+              "parity_warn": (0, math.inf), "parity_max": (0, math.inf), "overlong_penalty_factor": (0, 100),
+              "loss_scale_factor": (1e-6, math.inf)}
     limits = ("engine_start_timeout", "distributed_timeout", "generate_timeout", "reward_timeout", "update_weight_timeout")
     for name, (low, high) in (ranges | dict.fromkeys(limits, (0.001, 10 ** 9))).items():
         value = getattr(args, name)

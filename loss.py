@@ -268,7 +268,7 @@ def correction_sums(lr, mask, sample, weights, kept, rollout_logp):
     mean_lr, mean_logp = segment_sum(lr, sample) / count, segment_sum(rollout_logp, sample) / count
     safe = lr.clamp(-20, 20)
     tokens = {"tokens": m, "kept_tokens": kept, "lr": lr, "k3": safe.exp() - 1 - lr, "square": (2 * safe).exp() * m,
-              "weight": weights, "weight_square": weights.square()}
+              "weight": weights, "weight_square": weights.square(), "zero_weight": m * (weights == 0)}
     seqs = {"seqs": torch.ones_like(m), "kept_seqs": (segment_sum(kept, sample) > 0).double(),
             "seq_square": (2 * segment_sum(lr, sample).clamp(-20, 20)).exp(), "rollout_ppl": (-mean_logp).exp(),
             "train_ppl": (-mean_logp - mean_lr).exp(), "ppl_ratio": (-mean_lr).clamp(-20, 20).exp()}
@@ -285,8 +285,8 @@ def correction_metrics(sums):
         return {}
     return {"kl": -c["lr"] / t, "k3": c["k3"] / t, "chi2_token": c["square"] / t - 1, "chi2_seq": c["seq_square"] / s - 1,
             "ess": c["weight"] ** 2 / (t * c["weight_square"]) if c["weight_square"] else 0.0,
-            "is_weight_mean": c["weight"] / t, "is_weight_max": c["weight_max"], "rollout_ppl": c["rollout_ppl"] / s,
-            "train_ppl": c["train_ppl"] / s, "ppl_ratio": c["ppl_ratio"] / s,
+            "is_weight_mean": c["weight"] / t, "is_weight_max": c["weight_max"], "is_weight_zero_frac": c["zero_weight"] / t,
+            "rollout_ppl": c["rollout_ppl"] / s, "train_ppl": c["train_ppl"] / s, "ppl_ratio": c["ppl_ratio"] / s,
             "masked_token_frac": 1 - c["kept_tokens"] / t, "masked_seq_frac": 1 - c["kept_seqs"] / s}
 
 

@@ -308,8 +308,7 @@ def test_the_readme_functions_run_with_a_correction_over_two_steps_of_a_version(
     process = harness.start("train_async.py", words, cwd=tmp_path)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output[-3000:]
-    assert "loss my_losses.sapo; --policy-old recompute: the last published weights' log-probs (decoupled); --rollout-is sequence 2.0; " \
-           "--rollout-rs token_k1,seq_mean_k3 50,10, means over original tokens" in output
+    assert "loss my_losses.sapo; --policy-old recompute" in output and "--rollout-is sequence 2.0; --rollout-rs token_k1" in output
     rows = harness.metrics(tmp_path, "own")
-    assert [row["train/first_ppo_kl"] == 0.0 for row in rows] == [True, False, True, False]     # old: the version last published
-    assert all(1 < row["train/gate"] < 3 and row["correction/masked_token_frac"] < 1 for row in rows)    # the gate is 2 at ratio 1
+    assert [row["train/first_ppo_kl"] == 0.0 for row in rows] == [True, False, True, False]   # old: the version last published
+    assert all(1 < row["train/gate"] < 3 and row["correction/masked_token_frac"] < 1 for row in rows)  # the gate is 2 at ratio 1

@@ -4,6 +4,8 @@ import argparse
 import math
 import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -22,6 +24,14 @@ NAN = float("nan")
 
 def namespace(**changes):
     return argparse.Namespace(**{**ARGS, **changes})
+
+
+def test_torch_alone_is_enough():
+    """In a process of its own: nothing of the project, no ray and no megatron come along."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    code = ("import torch, sys; before = set(sys.modules); import loss; new = set(sys.modules) - before; "
+            "print(sorted(name for name in new if '.' not in name))")
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "['loss']\n"
 
 
 # ---- advantages -------------------------------------------------------------------------------------------
@@ -233,6 +243,12 @@ def test_perplexities_are_means_over_samples():
     assert got["train_ppl"] == pytest.approx((math.e ** 2 + math.e ** 2.5) / 2)
     assert got["ppl_ratio"] == pytest.approx((1 + math.e ** 0.5) / 2)
     assert got["masked_token_frac"] == pytest.approx(1 / 3) and got["masked_seq_frac"] == pytest.approx(1 / 2)
+
+
+def test_the_share_of_weights_that_are_zero():
+    weights = importance_weights(LR, ONES, APART, "token", 0.7, 2.0)        # 1, 1.65, 0, 0
+    assert measure(LR, ONES, APART, weights, ONES, 0 * LR)["is_weight_zero_frac"] == 0.5
+    assert measure(LR, torch.tensor([1, 1, 1, 0]), APART, weights, ONES, 0 * LR)["is_weight_zero_frac"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("level, low, high, want", [
