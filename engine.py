@@ -68,6 +68,11 @@ class EngineClient:
     def resume(self):
         self.call("POST", "continue_generation", {})
 
+    def pause_and_flush(self):
+        """What has to happen before new weights."""
+        self.pause()
+        self.flush_cache()
+
     def flush_cache(self):
         """Forgets every cached prefix. The server refuses (400) while requests run or wait."""
         self.call("POST", "flush_cache")

@@ -81,6 +81,7 @@ class RolloutManager:
         self.eval_rows = {name: PromptRows(path, args, self.tokenizer) for name, path in args.eval_sets}
         self.version = None                       # published to all engines
         self.released = False                     # the engines' memory is lent to the training
+        self.proof, self.check_time = None, 0.0   # the comparison of fingerprints since the last sync, and what it took
         self.works = {}                           # group id -> Work, of the groups in flight
         self.session = None
         self.threads = ThreadPoolExecutor(64, "reward")
@@ -112,10 +113,12 @@ class RolloutManager:
         groups, counts = await self.next_groups(step)
         if groups is None:
             return None, {}
+        await self.proved()
         seconds = time.time() - started
         for path in filter(None, (self.args.record_path, self.args.save_debug_rollout_data)):
             await asyncio.to_thread(save_groups, path.format(step=step), groups)
-        metrics = {**batch_metrics(self.args, step, groups), **counts, "perf/generate_time": seconds, **self.lane_metrics(seconds)}
+        metrics = {**batch_metrics(self.args, step, groups), **counts, "perf/generate_time": seconds, "sync/check_time": self.check_time,
+                   **self.lane_metrics(seconds)}
         if self.buffer:
             metrics.update({f"length_bias/{fate}": bias for fate, bias in self.buffer.length_bias().items()})
         return ray.put(make_batch(self.args, step, groups)), metrics
@@ -423,6 +426,7 @@ class RolloutManager:
     async def evaluate(self):
         """Means over every evaluation set with the published version. Returns {"version": v, "NAME/reward": ..., ...}."""
         args, results = self.args, {"version": self.version}
+        await self.proved()
         for number, (name, rows) in enumerate(self.eval_rows.items()):
             samples = [new_sample(rows[i], -1 - number, i, k)
                        for i in range(len(rows)) for k in range(args.n_samples_per_eval_prompt)]
@@ -448,12 +452,12 @@ class RolloutManager:
     async def pause(self):
         """Stops generation on every engine and empties the KV caches. Nothing runs there then: a loop syncs between two
         batches, and a stream is held first."""
+        await self.proved()
         if self.released:                          # paused already
             return await gather(asyncio.to_thread(lane.client.resume_memory, ["weights"]) for lane in self.lanes)
         if self.stream:
             await self.hold()
-        await gather(asyncio.to_thread(lane.client.pause) for lane in self.lanes)
-        await gather(asyncio.to_thread(lane.client.flush_cache) for lane in self.lanes)
+        await gather(asyncio.to_thread(lane.client.pause_and_flush) for lane in self.lanes)
 
     async def release_memory(self):
         """--colocate: the engines, where nothing runs between two batches, give their memory to the training. The next sync
@@ -463,17 +467,29 @@ class RolloutManager:
         self.released = True
 
     async def publish(self, version, expected):
-        """Checks every engine's fingerprints against the trainer's, then names the new version. expected: see fingerprint.py."""
-        if expected is not None:
-            checksums = await gather(asyncio.to_thread(lane.client.checksums) for lane in self.lanes)
-            for lane, found in zip(self.lanes, checksums):
-                check_fingerprints(expected, found, lane.url)
+        """Names the new version on every engine. What they hold is compared with the trainer's fingerprints (expected: see
+        fingerprint.py) while the first requests run, and `proved` before anything that they say is handed out."""
         await gather(asyncio.to_thread(lane.client.set_version, version) for lane in self.lanes)
         self.version = version
         if self.buffer:
             self.buffer.ledger.write("sync", version=version)
         if self.stream:
             self.stream.publish(version)
+        if expected is not None:
+            self.proof = asyncio.create_task(self.prove(expected))
+
+    async def prove(self, expected):
+        """RuntimeError with the engine and the tensors that are not the trainer's. Returns the seconds that it took."""
+        started = time.time()
+        checksums = await gather(asyncio.to_thread(lane.client.checksums) for lane in self.lanes)
+        for lane, found in zip(self.lanes, checksums):
+            check_fingerprints(expected, found, lane.url)
+        return time.time() - started
+
+    async def proved(self):
+        """Waits until the last sync is proved, or raises why it is not."""
+        if self.proof:
+            self.check_time = await self.proof
 
     async def resume(self):
         """Lets every engine go on, whatever the others answer; then raises what one of them answered."""

@@ -19,14 +19,14 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 
 import weight_map
 from engine import EngineClient, EngineError, api_key, free_address
-from fingerprint import fingerprint
+from fingerprint import fingerprint_tensor, to_int
 
 
 def sync_weights(trainers, rollout, version):
     """Publishes the trainers' weights as `version` on every engine. Returns the sync's metrics.
 
-    Order: pause -> flush the KV cache -> buckets -> fingerprints agree -> version published -> continue. A version is
-    named only when every engine proved to hold it, and no engine is left paused.
+    Order: pause -> flush the KV cache -> buckets -> version published -> continue, while the fingerprints are compared: nothing
+    of a version is handed out before every engine proved to hold it, and no engine is left paused.
     """
     started = time.time()
     version = version if trainers else 0      # --debug-rollout-only: the engines keep what they loaded
@@ -44,7 +44,7 @@ def sync_weights(trainers, rollout, version):
     ray.get(rollout.resume.remote())
     size, seconds = sum(part["bytes"] for part in sent), broadcast - paused
     return {"sync/version": version, "sync/time": time.time() - started, "sync/pause_time": paused - started,
-            "sync/broadcast_time": seconds, "sync/check_time": time.time() - broadcast, "sync/bytes": size,
+            "sync/broadcast_time": seconds, "sync/publish_time": time.time() - broadcast, "sync/bytes": size,
             "sync/gb_per_s": size / max(seconds, 1e-9) / 1e9}
 
 
@@ -115,16 +115,18 @@ class WeightSender:
             for _ in tensors:      # takes part in gathering
                 pass
             return None
-        expected, size, flying = {}, 0, None
+        shapes, prints, size, flying = {}, [], 0, None
         for i, bucket in enumerate(buckets(tensors, self.args.update_weight_buffer_size)):
             flat = self.flatten(bucket, i % 2)
             if flying:
                 self.land(*flying)
             flying = self.show(bucket, flat) if self.in_place else self.launch(bucket, flat)
-            expected.update({name: (tuple(t.shape), fingerprint(t)) for name, t in bucket})
+            shapes.update({name: tuple(t.shape) for name, t in bucket})
+            prints += [fingerprint_tensor(t) for _, t in bucket]
             size += flat.numel()
         self.land(*flying)
-        return {"expected": expected, "bytes": size}
+        prints = map(to_int, torch.stack(prints).tolist())         # one wait for all of them
+        return {"expected": {name: (shapes[name], value) for name, value in zip(shapes, prints)}, "bytes": size}
 
     def flatten(self, bucket, which):
         """Copies the bucket's tensors, end to end as bytes, into one of the two buffers (kept from sync to sync)."""

@@ -25,12 +25,15 @@ def fork_children(result, *args, **kwargs):
 
 def checksums(checker):
     """Replaces WeightChecker._compute_checksum: {'<hf name>|r0:r1|c0:c1': '<16 hex digits>'} of this rank's slices."""
-    from fingerprint import fingerprint
-    found = {}
+    import torch
+    from fingerprint import fingerprint_tensor, to_int
+    names, values = [], []
     for name, t, r0, c0 in hf_slices(checker._get_model()):
         rows, columns = t.shape if t.dim() == 2 else (1, t.shape[0])
         if t.numel():   # a rank may hold padding only
-            found[f"{name}|{r0}:{r0 + rows}|{c0}:{c0 + columns}"] = f"{fingerprint(t, r0, c0):016x}"
+            names.append(f"{name}|{r0}:{r0 + rows}|{c0}:{c0 + columns}")
+            values.append(fingerprint_tensor(t, r0, c0))
+    found = {name: f"{to_int(value):016x}" for name, value in zip(names, torch.stack(values).tolist())}
     total = sum(int(value, 16) for value in found.values()) % (1 << 64)
     return {"checksums": found, "per_gpu_checksum": f"{total:016x}",
             "parallelism_info": checker._parallelism_info().model_dump()}
