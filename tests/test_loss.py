@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from loss import (LOSSES, cispo_loss, correction_metrics, correction_sums, grpo_advantages, gspo_loss, importance_weights,
+from loss import (LOSSES, cispo_loss, correction_metrics, correction_sums, gae, grpo_advantages, gspo_loss, importance_weights,
                   kept_scale, kl_estimate, overlong_penalty, policy_objective, ppo_clip_loss, rejection_mask,
                   reinforce_plus_plus_advantages, reinforce_plus_plus_baseline_advantages, rloo_advantages, token_weights,
-                  weight_sum, whiten)
+                  value_loss, weight_sum, whiten)
 
 ARGS = dict(eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=None, entropy_coef=0.0, use_reference=False, use_kl_loss=False,
             kl_loss_coef=0.0, kl_loss_type="low_var_kl", use_unbiased_kl=False, loss_type="ppo_clip", loss_agg_mode="token-mean",
@@ -74,6 +74,38 @@ def test_reinforce_plus_plus_against_numpy():
     dirty = [np.where(m > 0, k, np.nan) for k, m in zip(kl, masks)]
     for got, x, m in zip(reinforce_plus_plus_advantages(rewards, masks, dirty, 0.5), returns, masks):
         assert got.numpy() == pytest.approx((x - counted.mean()) / np.sqrt(counted.var(ddof=1) + 1e-8) * m, abs=1e-12)
+
+
+def test_gae_by_hand_skips_tool_tokens():
+    """Values 1, (tool), 2 and reward 3, gamma 1/2, lambda 1/2: delta_2 = 3 - 2, delta_0 = 0 + 2/2 - 1, A_0 = 0 + 1/4."""
+    advantages, returns = gae([3.0, 5.0], [[1.0, NAN, 2.0], [4.0]], [[1, 0, 1], [0]], 0.5, 0.5)
+    assert [row.tolist() for row in advantages] == [[0.25, 0, 1], [0]] and [row.tolist() for row in returns] == [[1.25, 0, 3], [0]]
+
+
+def test_gae_against_numpy():
+    """The sum of (gamma lambda)^l delta over the counted tokens, as if the others had never been; KL from each of them."""
+    g = np.random.default_rng(5)
+    lengths, gamma, lam = [5, 1, 9, 4], 0.9, 0.8
+    masks, values, kl = [(g.random(n) > 0.3).astype(float) for n in lengths], [g.random(n) for n in lengths], [g.random(n) for n in lengths]
+    rewards = g.random(4)
+    got, returns = gae(rewards, values, masks, gamma, lam, kl, 0.3)
+    for i, m in enumerate(masks):
+        v, r = values[i][m > 0], -0.3 * kl[i][m > 0]
+        if len(r):
+            r[-1] += rewards[i]
+        delta = r + gamma * np.append(v[1:], 0)[:len(v)] - v
+        want = [sum((gamma * lam) ** (u - t) * delta[u] for u in range(t, len(v))) for t in range(len(v))]
+        assert got[i][m > 0].numpy() == pytest.approx(want) and not got[i][m == 0].any()
+        assert returns[i][m > 0].numpy() == pytest.approx(np.array(want) + v)
+
+
+@pytest.mark.parametrize("value, old, target, want, clipped", [(1.0, 1.0, 3.0, 2.0, 0), (1.5, 1.0, 3.0, 1.62, 1), (1.5, 1.0, 0.0, 1.125, 0)])
+def test_value_loss_by_hand(value, old, target, want, clipped):
+    """Clipped to 1.2: (1.2 - 3)^2 / 2 = 1.62 counts, being worse than 1.125; where the target is behind, the plain loss does."""
+    loss, was = value_loss(double(value), double(old), double(target), 0.2)
+    assert loss.item() == pytest.approx(want) and was.item() == clipped
+    v = double(0.3, 0.9, -1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, double(0.2, 0, -1.05), double(1, 2, 0.5), 0.3)[0], v)
 
 
 def test_reinforce_plus_plus_baseline_against_numpy():
