@@ -157,8 +157,8 @@ def add_algorithm(parser):
     g.add_argument("--disable-grpo-std-normalization", action="store_true", help="do not divide by the group's std (Dr. GRPO)")
     g.add_argument("--custom-advantage-path", metavar="MODULE.FUNCTION",
                    help="own estimator: f(args, batch) -> a number, or one for each token, for each sample")
-    g.add_argument("--critic-load", metavar="DIR", help="Hugging Face directory that the critic starts from "
-                   "(default: --hf-checkpoint)")
+    g.add_argument("--critic-load", metavar="DIR", help="Hugging Face directory, of the policy's shape, that the critic "
+                   "starts from (default: --hf-checkpoint)")
     g.add_argument("--critic-lr", type=float, help="the critic's learning rate (default: --lr)")
     g.add_argument("--value-clip", type=float, default=0.2, help="the critic's values move by at most this in an update's loss")
     g.add_argument("--gamma", type=float, default=1.0, help="discount of each token (ppo)")
