@@ -487,9 +487,10 @@ class RolloutManager:
         return time.time() - started
 
     async def proved(self):
-        """Waits until the last sync is proved, or raises why it is not."""
+        """Waits until the last sync is proved, or raises why it is not. Returns the seconds that the proof took."""
         if self.proof:
             self.check_time = await self.proof
+        return self.check_time
 
     async def resume(self):
         """Lets every engine go on, whatever the others answer; then raises what one of them answered."""

@@ -196,7 +196,7 @@ class TrainWorker:
                 then = self.log_probs(self.model, batch, micros)
             for s in (s for micro in micros for s in micro) if speaks() else ():
                 part = np.repeat([v == version for v, _ in batch["versions"][s]], [n for _, n in batch["versions"][s]])
-                part &= np.asarray(batch["loss_mask"][s]) > 0
+                part = torch.from_numpy(part & (np.asarray(batch["loss_mask"][s]) > 0))
                 lr = (then[s] - torch.as_tensor(batch["rollout_logprobs"][s])).double()[part]
                 sums += torch.stack([torch.tensor(float(part.sum())).double(), lr.abs().sum(), (lr.exp() - 1 - lr).sum(),
                                      (now[s] - then[s]).double()[part].abs().sum()])
