@@ -152,10 +152,17 @@ def add_eval(parser):
 def add_algorithm(parser):
     g = parser.add_argument_group("algorithm")
     g.add_argument("--advantage-estimator", default="grpo",
-                   choices=("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), help="see loss.py")
+                   choices=("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
+                   help="see loss.py; ppo has a critic")
     g.add_argument("--disable-grpo-std-normalization", action="store_true", help="do not divide by the group's std (Dr. GRPO)")
     g.add_argument("--custom-advantage-path", metavar="MODULE.FUNCTION",
                    help="own estimator: f(args, batch) -> a number, or one for each token, for each sample")
+    g.add_argument("--critic-load", metavar="DIR", help="Hugging Face directory, of the policy's shape, that the critic "
+                   "starts from (default: --hf-checkpoint)")
+    g.add_argument("--critic-lr", type=float, help="the critic's learning rate (default: --lr)")
+    g.add_argument("--value-clip", type=float, default=0.2, help="the critic's values move by at most this in an update's loss")
+    g.add_argument("--gamma", type=float, default=1.0, help="discount of each token (ppo)")
+    g.add_argument("--lambd", type=float, default=1.0, help="lambda of generalised advantage estimation (ppo)")
     g.add_argument("--overlong-buffer-len", type=int, help="DAPO: the last so many tokens of the budget cost reward")
     g.add_argument("--overlong-penalty-factor", type=float, help="what a response of the whole budget loses (default: 1)")
     g.add_argument("--loss-type", choices=("ppo_clip", "gspo", "cispo", "reinforce"), default="ppo_clip", help="policy loss")
@@ -368,6 +375,8 @@ def derive(args, script):
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     args.eval_temperature = args.rollout_temperature if args.eval_temperature is None else args.eval_temperature
     args.eval_max_response_len = args.eval_max_response_len or args.rollout_max_response_len
+    args.critic_load = args.critic_load or args.hf_checkpoint
+    args.critic_lr = args.lr if args.critic_lr is None else args.critic_lr
     args.overlong_penalty_factor = 1.0 if args.overlong_penalty_factor is None else args.overlong_penalty_factor
     args.loss_scale_factor = args.loss_scale_factor or args.rollout_max_response_len
     args.rollout_is_bounds = (None, math.inf)           # without weights in the loss those that are logged are the bare ones
@@ -409,8 +418,7 @@ def check_sizes(args):
                 "tensor_model_parallel_size", "pipeline_model_parallel_size", "max_sample_retries", "require_batches",
                 "sglang_server_concurrency", "update_weight_buffer_size", "log_probs_chunk_size", "n_samples_per_eval_prompt")
     optional = ("rollout_num_gpus", "num_rollout", "num_epoch", "eval_interval", "save_interval", "global_batch_size",
-                "over_sampling_batch_size", "overlong_buffer_len",
-                "parity_interval")
+                "over_sampling_batch_size", "overlong_buffer_len", "parity_interval")
     for name in positive + optional:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, is {getattr(args, name)}")
@@ -424,7 +432,9 @@ def check_ranges(args):
               "kl_loss_coef": (0, 100), "entropy_coef": (-10, 10), "lr_warmup_iters": (0, math.inf), "max_lag": (0, math.inf),
               "staleness_threshold": (0, 1000), "sglang_port": (1, 65535), "rollout_max_prompt_len": (1, math.inf),
               "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
-              "parity_warn": (0, math.inf), "parity_max": (0, math.inf), "overlong_penalty_factor": (0, 100), "loss_scale_factor": (1e-6, math.inf)}
+              "parity_warn": (0, math.inf), "parity_max": (0, math.inf), "overlong_penalty_factor": (0, 100),
+              "loss_scale_factor": (1e-6, math.inf), "critic_lr": (0, 10), "value_clip": (0, math.inf), "gamma": (0, 1),
+              "lambd": (0, 1)}
     limits = ("engine_start_timeout", "distributed_timeout", "generate_timeout", "reward_timeout", "update_weight_timeout")
     for name, (low, high) in (ranges | dict.fromkeys(limits, (0.001, 10 ** 9))).items():
         value = getattr(args, name)
@@ -472,6 +482,9 @@ def check_needs(args):
                         ("mask_offpolicy_in_partial_rollout", "partial_rollout"), ("parity_max", "parity_interval")):
         if given(name) and not given(other):
             raise ValueError(f"--{name.replace('_', '-')} needs --{other.replace('_', '-')}")
+    critic = args.critic_load or args.critic_lr is not None or args.gamma != 1 or args.lambd != 1
+    if critic and args.advantage_estimator != "ppo":
+        raise ValueError("--critic-load, --critic-lr, --gamma and --lambd need --advantage-estimator ppo")
     if args.loss_scale_factor and args.loss_agg_mode != "seq-mean-token-sum-norm":
         raise ValueError("--loss-scale-factor needs --loss-agg-mode seq-mean-token-sum-norm")
 
@@ -502,6 +515,8 @@ def check_model(args):
     config = read_config(args.hf_checkpoint, "--hf-checkpoint")
     if args.use_reference:
         read_config(args.ref_load, "--ref-load")
+    if args.advantage_estimator == "ppo":
+        read_config(args.critic_load, "--critic-load")
     longest = max(args.rollout_max_response_len, args.eval_max_response_len)
     positions = config.get("max_position_embeddings", math.inf)
     if args.rollout_max_prompt_len + longest > positions:
@@ -607,7 +622,7 @@ def check_algorithm(args):
     if args.overlong_buffer_len and args.overlong_buffer_len > args.rollout_max_response_len:
         raise ValueError(f"--overlong-buffer-len {args.overlong_buffer_len} is more than --rollout-max-response-len "
                          f"{args.rollout_max_response_len}")
-    grouped = args.advantage_estimator != "reinforce_plus_plus" and not args.custom_advantage_path
+    grouped = args.advantage_estimator not in ("reinforce_plus_plus", "ppo") and not args.custom_advantage_path
     if args.n_samples_per_prompt == 1 and grouped and not args.debug_rollout_only:
         print("warning: --n-samples-per-prompt 1 gives every group the advantage 0: nothing is learned", file=sys.stderr)
     if args.policy_old == "recompute":

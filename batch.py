@@ -42,8 +42,8 @@ def plain_column(sample, name):
     except (TypeError, ValueError):
         value = np.zeros(0)
     if value.shape not in ((), (len(sample.response_tokens),)) or not value.shape and not np.isfinite(value):
-        raise ValueError(f"{sample.name}: column {name!r} must be a number, or one for each of the {len(sample.response_tokens)} "
-                         f"response tokens, is {str(sample.columns[name])[:60]}")
+        raise ValueError(f"{sample.name}: column {name!r} must be a number, or one for each of the "
+                         f"{len(sample.response_tokens)} response tokens, is {str(sample.columns[name])[:60]}")
     return value.tolist()
 
 

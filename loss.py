@@ -70,6 +70,27 @@ def reinforce_plus_plus_baseline_advantages(rewards, group_ids, masks):
     return whiten([value.expand(len(mask)) for value, mask in zip(centred, masks)], masks)
 
 
+def gae(rewards, values, masks, gamma=1.0, lam=1.0, kl=None, kl_coef=0.0):
+    """(S rows [n] of advantages, S rows of returns = advantages + values). The reward comes with the last token of mask 1, KL is
+    taken from each; masked tokens (tools) are skipped, as if they were not there, and have 0.
+
+    rewards: [S] floats; values, masks, kl: S rows [n]. GAE: arXiv 1506.02438, eq. 16.
+    """
+    pad = lambda rows: torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row, dtype=torch.float64) for row in rows])   # [n, S]
+    m = pad(masks) > 0
+    v, penalty = torch.where(m, pad(values), 0.0), torch.where(m, pad(kl), 0.0) if kl is not None else 0.0 * m
+    last = m & (m.flip(0).cumsum(0).flip(0) == 1)
+    r = last * torch.as_tensor(rewards, dtype=torch.float64) - kl_coef * penalty
+    advantage, value_after, rows = torch.zeros_like(v[0]), torch.zeros_like(v[0]), []
+    for t in reversed(range(len(m))):
+        advantage = torch.where(m[t], r[t] + gamma * value_after - v[t] + gamma * lam * advantage, advantage)
+        value_after = torch.where(m[t], v[t], value_after)
+        rows.append(advantage * m[t])
+    advantages = torch.stack(rows[::-1])
+    cut = lambda x: [column[:len(mask)] for column, mask in zip(x.T, masks)]
+    return cut(advantages), cut(advantages + v)
+
+
 def whiten(values, masks):
     """(x - mean) / sqrt(variance + 1e-8) with mean and unbiased variance over all tokens with mask 1; 0 elsewhere.
     values, masks: S rows of [n], of the whole batch. Returns S tensors [n], float64."""
@@ -81,9 +102,10 @@ def whiten(values, masks):
     return list(torch.where(mask > 0, white, 0.0).split([len(row) for row in masks]))
 
 
-# f(args, batch) -> S floats, or S rows of [n]; the same as --custom-advantage-path. batch: see TrainWorker.add_columns
+# f(args, batch) -> S floats, or S rows [n]; the same as --custom-advantage-path. batch: see TrainWorker.add_columns
 ADVANTAGES = {
     "grpo": lambda args, b: grpo_advantages(b["rewards"], b["group_ids"], not args.disable_grpo_std_normalization),
+    "ppo": lambda args, b: whiten(b["gae"], b["loss_mask"]),
     "rloo": lambda args, b: rloo_advantages(b["rewards"], b["group_ids"]),
     "reinforce_plus_plus": lambda args, b: reinforce_plus_plus_advantages(b["scores"], b["loss_mask"], b["kl"], args.kl_coef),
     "reinforce_plus_plus_baseline": lambda args, b: reinforce_plus_plus_baseline_advantages(b["rewards"], b["group_ids"],
@@ -186,6 +208,14 @@ LOSSES = {
 }
 
 
+def value_loss(values, old_values, returns, value_clip):
+    """The critic's loss for each token: max((v - R)^2, (clip(v, old +- value_clip) - R)^2) / 2, and where the clip counts.
+    All [N]. PPO's reference implementation, https://github.com/openai/baselines."""
+    plain = (values - returns).square()
+    bounded = (values.clamp(old_values - value_clip, old_values + value_clip) - returns).square()
+    return torch.maximum(plain, bounded) / 2, (bounded > plain).to(values.dtype)
+
+
 # ---- KL ---------------------------------------------------------------------------------------------------
 def log_ratio(logp, other):
     """logp - other, clamped to +-20 so that its exponential stays finite."""
@@ -268,7 +298,7 @@ def correction_sums(lr, mask, sample, weights, kept, rollout_logp):
     mean_lr, mean_logp = segment_sum(lr, sample) / count, segment_sum(rollout_logp, sample) / count
     safe = lr.clamp(-20, 20)
     tokens = {"tokens": m, "kept_tokens": kept, "lr": lr, "k3": safe.exp() - 1 - lr, "square": (2 * safe).exp() * m,
-              "weight": weights, "weight_square": weights.square()}
+              "weight": weights, "weight_square": weights.square(), "zero_weight": m * (weights == 0)}
     seqs = {"seqs": torch.ones_like(m), "kept_seqs": (segment_sum(kept, sample) > 0).double(),
             "seq_square": (2 * segment_sum(lr, sample).clamp(-20, 20)).exp(), "rollout_ppl": (-mean_logp).exp(),
             "train_ppl": (-mean_logp - mean_lr).exp(), "ppl_ratio": (-mean_lr).clamp(-20, 20).exp()}
@@ -285,8 +315,8 @@ def correction_metrics(sums):
         return {}
     return {"kl": -c["lr"] / t, "k3": c["k3"] / t, "chi2_token": c["square"] / t - 1, "chi2_seq": c["seq_square"] / s - 1,
             "ess": c["weight"] ** 2 / (t * c["weight_square"]) if c["weight_square"] else 0.0,
-            "is_weight_mean": c["weight"] / t, "is_weight_max": c["weight_max"], "rollout_ppl": c["rollout_ppl"] / s,
-            "train_ppl": c["train_ppl"] / s, "ppl_ratio": c["ppl_ratio"] / s,
+            "is_weight_mean": c["weight"] / t, "is_weight_max": c["weight_max"], "is_weight_zero_frac": c["zero_weight"] / t,
+            "rollout_ppl": c["rollout_ppl"] / s, "train_ppl": c["train_ppl"] / s, "ppl_ratio": c["ppl_ratio"] / s,
             "masked_token_frac": 1 - c["kept_tokens"] / t, "masked_seq_frac": 1 - c["kept_seqs"] / s}
 
 

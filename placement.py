@@ -47,7 +47,8 @@ def run(train, args):
         trainers, rollout = launch(args, engines)
         if folder:
             checkpoint.load(args, folder, step, trainers, rollout)
-        print(policies(args), flush=True)
+        if not (args.eval_only or args.debug_rollout_only):
+            print(policies(args), flush=True)
         tracker = Tracker(args, step)
         trained = step if args.eval_only else train(args, trainers, rollout, tracker, step)
         finish(args, trained, trainers, rollout, tracker, save=trained > step)

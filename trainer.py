@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+import critic
 import weight_map
 from args import load_function
-from loss import (ADVANTAGES, LOSSES, correction_metrics, importance_weights, kept_scale, kl_estimate, overlong_penalty,
+from loss import (ADVANTAGES, LOSSES, correction_metrics, gae, importance_weights, kept_scale, kl_estimate, overlong_penalty,
                   policy_objective, token_weights, weight_sum)
 from sync_weights import WeightSender
 
@@ -39,6 +40,7 @@ class TrainWorker:
             self.reference = model.build_model(self.hf, args)
             model.load_weights(self.reference, self.hf, args.ref_load)
             self.reference.eval()
+        self.critic = critic.make_critic(self.hf, args) if args.advantage_estimator == "ppo" else None
         self.advantages, self.policy_loss = ADVANTAGES[args.advantage_estimator], LOSSES[args.loss_type]
         if args.custom_advantage_path:
             self.advantages = load_function(args.custom_advantage_path, "--custom-advantage-path", 2)
@@ -97,6 +99,10 @@ class TrainWorker:
             batch["ref_logprobs"] = self.log_probs(self.reference, batch, mine)
             if args.kl_coef:
                 batch["kl"] = self.token_kl(batch, mine)
+        if self.critic:
+            batch["values"] = self.everywhere(batch, mine, self.values(batch, mine))
+            batch["gae"], batch["returns"] = gae(batch["scores"], batch["values"], batch["loss_mask"], args.gamma, args.lambd,
+                                                 batch["kl"], args.kl_coef)
         batch["rewards"] = [score - args.kl_coef * kl.sum().item() for score, kl in zip(batch["scores"], batch["kl"])]
         batch["advantages"] = check_advantages(self.advantages(args, batch), lengths)
         batch["weights"] = []
@@ -110,33 +116,36 @@ class TrainWorker:
 
         The same micro-batches as in training, so that on unchanged weights the result is the same to the last bit.
         """
-        found = [None] * len(batch["tokens"])
         packs = [self.to_pack(batch, micro) for micro in micros]
 
         def collect(hidden, i):
             logp, _ = self.head(network, hidden, packs[i])
             return logp.detach()
 
-        flat = model.run([network], packs, collect, forward_only=True)
-        for i, micro in enumerate(micros):
-            lengths = [batch["response_lengths"][s] for s in micro]
-            logp = flat[i].cpu() if flat else torch.zeros(sum(lengths))   # other stages never look at them
-            for s, part in zip(micro, logp.split(lengths)):
-                found[s] = part
-        return found
+        return by_sample(batch, micros, model.run([network], packs, collect, forward_only=True))
+
+    def values(self, batch, micros):
+        """The critic's values of the same tokens, in the same form."""
+        return by_sample(batch, micros, critic.predict(self.critic, [self.to_pack(batch, micro) for micro in micros]))
 
     def token_kl(self, batch, micros):
         """KL to the reference of every token of the whole batch, on every rank: S tensors [n], 0 where masked."""
+        rows = [None] * len(batch["tokens"])
+        for s in (s for micro in micros for s in micro):
+            mask, old = torch.as_tensor(batch["loss_mask"][s]) > 0, torch.as_tensor(batch["old_logprobs"][s])
+            rows[s] = torch.where(mask, kl_estimate(old, batch["ref_logprobs"][s], self.args.kl_loss_type), 0.0)
+        return self.everywhere(batch, micros, rows)
+
+    def everywhere(self, batch, micros, rows):
+        """Rows that each rank has of its own samples, S tensors [n], as rows of the whole batch on every rank, float64."""
         lengths = batch["response_lengths"]
-        kl = torch.zeros(sum(lengths), dtype=torch.float64, device=device())
+        flat = torch.zeros(sum(lengths), dtype=torch.float64, device=device())
         if speaks():
-            parts = kl.split(lengths)
+            parts = flat.split(lengths)
             for s in (s for micro in micros for s in micro):
-                mask = torch.as_tensor(batch["loss_mask"][s]) > 0
-                old, ref = torch.as_tensor(batch["old_logprobs"][s]), batch["ref_logprobs"][s]
-                parts[s].copy_(torch.where(mask, kl_estimate(old, ref, self.args.kl_loss_type), 0.0))
-        dist.all_reduce(kl)
-        return kl.cpu().split(lengths)
+                parts[s].copy_(rows[s])
+        dist.all_reduce(flat)
+        return flat.cpu().split(lengths)
 
     def begin_cycle(self, step):
         """The weights are the ones just published: with several steps to a version they are kept on the CPU, since each
@@ -225,6 +234,9 @@ class TrainWorker:
             return policy_objective(self.args, self.policy_loss, logp, entropy, columns[i], is_mean)
 
         sums = total(model.run([self.model], packs, objective))
+        if self.critic:
+            parts, norm = critic.update(self.critic, packs, columns)
+            sums |= {**total(parts), "critic_grad_norm": norm}
         if self.args.rejections and self.args.rs_denominator == "kept":   # known only now: what was kept depends on the policy
             counts = [sums[f"correction/{name}"] for name in ("tokens", "kept_tokens", "seqs", "kept_seqs")]
             scale = kept_scale(self.args.loss_agg_mode, *counts)
@@ -256,6 +268,8 @@ class TrainWorker:
                     "rollout_logp": flat(batch["rollout_logprobs"]), "advantage": flat(batch["advantages"])}
         if self.args.use_reference:
             columns["ref_logp"] = flat(batch["ref_logprobs"])
+        if self.critic:
+            columns |= {"old_value": flat(batch["values"]), "return": flat(batch["returns"])}
         starts = np.cumsum([0] + lengths[:-1])
         return columns | {"sample": torch.from_numpy(np.repeat(starts, lengths)).to(device())}
 
@@ -279,9 +293,13 @@ class TrainWorker:
 
     def save(self, folder):
         model.save_rank(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler)
+        if self.critic:
+            critic.save(self.critic, folder, self.rank)
 
     def load(self, folder):
         model.load_rank(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler)
+        if self.critic and not self.args.eval_only:
+            critic.load(self.critic, folder, self.rank)
 
     def export(self, folder):
         weight_map.save_hf(self.model, self.hf, self.args.hf_checkpoint, folder)
@@ -337,6 +355,17 @@ def check_advantages(advantages, lengths):
     return rows
 
 
+def by_sample(batch, micros, flat):
+    """[N] tensors of the micro-batches -> a list over the whole batch of [n] tensors on the CPU (None elsewhere)."""
+    found = [None] * len(batch["tokens"])
+    for i, micro in enumerate(micros):
+        lengths = [batch["response_lengths"][s] for s in micro]
+        row = flat[i].cpu() if flat else torch.zeros(sum(lengths))   # other stages never look at them
+        for s, part in zip(micro, row.split(lengths)):
+            found[s] = part
+    return found
+
+
 # ---- metrics ----------------------------------------------------------------------------------------------
 def speaks():
     """Whether this rank holds log-probs and counts: of the ranks that hold the same ones, one does."""
@@ -362,7 +391,7 @@ def total(sums):
 def step_metrics(updates):
     """Sums of each update -> means over its tokens, averaged over the updates. `first_...` are of the first update: there
     nothing has moved since the old log-probs were taken."""
-    whole, prefix = ("loss", "pg_loss", "grad_norm"), "correction/"
+    whole, prefix = ("loss", "pg_loss", "grad_norm", "value_loss", "critic_grad_norm"), "correction/"
     apart = {name: add_up(name, [u[name] for u in updates]) for name in updates[0] if name.startswith(prefix)}
     correction = correction_metrics({name.removeprefix(prefix): value for name, value in apart.items()})
     updates = [{name: value for name, value in u.items() if not name.startswith(prefix)} for u in updates]

@@ -78,6 +78,8 @@ def refuse(capsys, words, script="train_async.py"):
     (dict(loss_scale_factor=8), "--loss-scale-factor needs --loss-agg-mode seq-mean-token-sum-norm"),
     (dict(eps_clip_c=3, loss_type="cispo"), "--eps-clip-c belongs to --loss-type ppo_clip, not to cispo"),
     (dict(disable_grpo_std_normalization=True, advantage_estimator="rloo"), "--disable-grpo-std-normalization needs --advantage-estimator grpo"),
+    (dict(critic_lr=1e-5), "--critic-load, --critic-lr, --gamma and --lambd need --advantage-estimator ppo"),
+    (dict(critic_load="/nowhere", advantage_estimator="ppo"), "--critic-load /nowhere: there is no config.json"),
     (dict(use_unbiased_kl=True), "--use-unbiased-kl needs --use-kl-loss"),
     (dict(use_unbiased_kl=True, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2"), "--use-unbiased-kl needs --kl-loss-type k1 or k3"),
     (dict(custom_loss_path="test_args.one_argument"), "--custom-loss-path test_args.one_argument: must take 3 arguments"),

@@ -298,3 +298,28 @@ def broken_reward(args, sample):
 def test_lr_0_leaves_the_weights_alone(model, engine, tmp_path):
     light.succeed("train_async.py", harness.flags(model, tmp_path, "still", engine(1), lr=0, num_rollout=2, save_interval=1))
     assert harness.same_bits(weights(tmp_path, "still", 1)["model"], weights(tmp_path, "still", 2)["model"])
+
+
+def leveled_reward(args, sample):
+    """A reward that hands a value of the sample, and one for each of its tokens, on to the loss."""
+    sample.columns = {"level": len(sample.prompt_tokens), "trust": [0.5] * len(sample.response_tokens)}
+    return harness.token_reward(args, sample)
+
+
+@pytest.mark.contract
+def test_the_readme_functions_run_with_a_correction_over_two_steps_of_a_version(model, engine, tmp_path):
+    """--custom-loss-path and --custom-advantage-path with the README's own text, from a file in the user's folder."""
+    with open(os.path.join(harness.ROOT, "README.md")) as f:
+        blocks = re.findall(r"```python\n(.*?)```", f.read(), re.S)
+    (tmp_path / "my_losses.py").write_text("\n\n".join(block for block in blocks if "def sapo(" in block or "def opo(" in block))
+    words = harness.flags(model, tmp_path, "own", engine(1), num_rollout=4, update_weights_interval=2, policy_old="recompute",
+                          custom_rm_path="test_loops.leveled_reward", custom_loss_path="my_losses.sapo",
+                          custom_advantage_path="my_losses.opo", rollout_is="sequence", rollout_is_batch_normalize=True,
+                          rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="50,10", rs_denominator="original")
+    process = harness.start("train_async.py", words, cwd=tmp_path)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output[-3000:]
+    assert "loss my_losses.sapo; --policy-old recompute" in output and "--rollout-is sequence 2.0; --rollout-rs token_k1" in output
+    rows = harness.metrics(tmp_path, "own")
+    assert [row["train/first_ppo_kl"] == 0.0 for row in rows] == [True, False, True, False]   # old: the version last published
+    assert all(1 < row["train/gate"] < 3 and row["correction/masked_token_frac"] < 1 for row in rows)  # the gate is 2 at ratio 1

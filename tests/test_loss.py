@@ -2,15 +2,19 @@
 
 import argparse
 import math
+import os
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from loss import (LOSSES, cispo_loss, correction_metrics, correction_sums, grpo_advantages, gspo_loss, importance_weights,
+from loss import (LOSSES, cispo_loss, correction_metrics, correction_sums, gae, grpo_advantages, gspo_loss, importance_weights,
                   kept_scale, kl_estimate, overlong_penalty, policy_objective, ppo_clip_loss, rejection_mask,
                   reinforce_plus_plus_advantages, reinforce_plus_plus_baseline_advantages, rloo_advantages, token_weights,
-                  weight_sum, whiten)
+                  value_loss, weight_sum, whiten)
 
 ARGS = dict(eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=None, entropy_coef=0.0, use_reference=False, use_kl_loss=False,
             kl_loss_coef=0.0, kl_loss_type="low_var_kl", use_unbiased_kl=False, loss_type="ppo_clip", loss_agg_mode="token-mean",
@@ -20,6 +24,14 @@ NAN = float("nan")
 
 def namespace(**changes):
     return argparse.Namespace(**{**ARGS, **changes})
+
+
+def test_torch_alone_is_enough():
+    """In a process of its own: nothing of the project, no ray and no megatron come along."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    code = ("import torch, sys; before = set(sys.modules); import loss; new = set(sys.modules) - before; "
+            "print(sorted(name for name in new if '.' not in name))")
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "['loss']\n"
 
 
 # ---- advantages -------------------------------------------------------------------------------------------
@@ -62,6 +74,38 @@ def test_reinforce_plus_plus_against_numpy():
     dirty = [np.where(m > 0, k, np.nan) for k, m in zip(kl, masks)]
     for got, x, m in zip(reinforce_plus_plus_advantages(rewards, masks, dirty, 0.5), returns, masks):
         assert got.numpy() == pytest.approx((x - counted.mean()) / np.sqrt(counted.var(ddof=1) + 1e-8) * m, abs=1e-12)
+
+
+def test_gae_by_hand_skips_tool_tokens():
+    """Values 1, (tool), 2 and reward 3, gamma 1/2, lambda 1/2: delta_2 = 3 - 2, delta_0 = 0 + 2/2 - 1, A_0 = 0 + 1/4."""
+    advantages, returns = gae([3.0, 5.0], [[1.0, NAN, 2.0], [4.0]], [[1, 0, 1], [0]], 0.5, 0.5)
+    assert [row.tolist() for row in advantages] == [[0.25, 0, 1], [0]] and [row.tolist() for row in returns] == [[1.25, 0, 3], [0]]
+
+
+def test_gae_against_numpy():
+    """The sum of (gamma lambda)^l delta over the counted tokens, as if the others had never been; KL from each of them."""
+    g = np.random.default_rng(5)
+    lengths, gamma, lam = [5, 1, 9, 4], 0.9, 0.8
+    masks, values, kl = [(g.random(n) > 0.3).astype(float) for n in lengths], [g.random(n) for n in lengths], [g.random(n) for n in lengths]
+    rewards = g.random(4)
+    got, returns = gae(rewards, values, masks, gamma, lam, kl, 0.3)
+    for i, m in enumerate(masks):
+        v, r = values[i][m > 0], -0.3 * kl[i][m > 0]
+        if len(r):
+            r[-1] += rewards[i]
+        delta = r + gamma * np.append(v[1:], 0)[:len(v)] - v
+        want = [sum((gamma * lam) ** (u - t) * delta[u] for u in range(t, len(v))) for t in range(len(v))]
+        assert got[i][m > 0].numpy() == pytest.approx(want) and not got[i][m == 0].any()
+        assert returns[i][m > 0].numpy() == pytest.approx(np.array(want) + v)
+
+
+@pytest.mark.parametrize("value, old, target, want, clipped", [(1.0, 1.0, 3.0, 2.0, 0), (1.5, 1.0, 3.0, 1.62, 1), (1.5, 1.0, 0.0, 1.125, 0)])
+def test_value_loss_by_hand(value, old, target, want, clipped):
+    """Clipped to 1.2: (1.2 - 3)^2 / 2 = 1.62 counts, being worse than 1.125; where the target is behind, the plain loss does."""
+    loss, was = value_loss(double(value), double(old), double(target), 0.2)
+    assert loss.item() == pytest.approx(want) and was.item() == clipped
+    v = double(0.3, 0.9, -1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, double(0.2, 0, -1.05), double(1, 2, 0.5), 0.3)[0], v)
 
 
 def test_reinforce_plus_plus_baseline_against_numpy():
@@ -184,6 +228,25 @@ def test_unbiased_kl_has_the_gradient_of_the_kl_also_off_policy(kind):
     assert torch.allclose(got, want, atol=1e-12) and not torch.allclose(plain, want, atol=1e-2)
 
 
+def readme_function(name):
+    """What the README shows as an example of one's own."""
+    with open(os.path.join(os.path.dirname(os.path.dirname(__file__)), "README.md")) as f:
+        block, = [b for b in re.findall(r"```python\n(.*?)```", f.read(), re.S) if f"def {name}(" in b]
+    scope = {"torch": torch}
+    exec(block, scope)
+    return scope[name]
+
+
+def test_the_readme_examples_by_hand():
+    """OPO: [1, 0] with 1 and 3 tokens has the baseline 1/4. SAPO at ratio 1: gate 2 / tau, slope 1 whatever tau is."""
+    batch = {"rewards": [1.0, 2.0, 0.0], "response_lengths": [1, 5, 3], "group_ids": [4, 6, 4]}
+    assert readme_function("opo")(None, batch) == [0.75, 0.0, -0.25]
+    logp = double(-1, -1, math.log(2) - 1).requires_grad_()
+    loss, noted = readme_function("sapo")(None, logp, {"old_logp": double(-1, -1, -1), "advantage": double(3, -3, 1)})
+    assert loss.tolist() == pytest.approx([-6, 6 / 1.05, -4 / (1 + math.exp(-1))]) and noted["gate"][0] == 2
+    assert torch.autograd.grad(loss.sum(), logp)[0].tolist()[:2] == pytest.approx([-3, 3])
+
+
 # ---- off-policy correction --------------------------------------------------------------------------------
 LR = double(0, 0.5, -0.5, 1)
 ONES, TOGETHER, APART = torch.ones(4), torch.zeros(4, dtype=torch.long), torch.arange(4)
@@ -212,6 +275,12 @@ def test_perplexities_are_means_over_samples():
     assert got["train_ppl"] == pytest.approx((math.e ** 2 + math.e ** 2.5) / 2)
     assert got["ppl_ratio"] == pytest.approx((1 + math.e ** 0.5) / 2)
     assert got["masked_token_frac"] == pytest.approx(1 / 3) and got["masked_seq_frac"] == pytest.approx(1 / 2)
+
+
+def test_the_share_of_weights_that_are_zero():
+    weights = importance_weights(LR, ONES, APART, "token", 0.7, 2.0)        # 1, 1.65, 0, 0
+    assert measure(LR, ONES, APART, weights, ONES, 0 * LR)["is_weight_zero_frac"] == 0.5
+    assert measure(LR, torch.tensor([1, 1, 1, 0]), APART, weights, ONES, 0 * LR)["is_weight_zero_frac"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("level, low, high, want", [

@@ -384,6 +384,18 @@ def test_own_filter_and_its_reason(make):
     assert drops(manager) == ["filter: even"] * counts["rollout/dropped_filter"]
 
 
+def always_right(args, sample):
+    return 1.0
+
+
+def test_the_dynamic_filter_sees_the_reward_without_the_overlong_penalty(make):
+    """Answers of different lengths, all right: the penalty would spread their rewards, and there is nothing to learn."""
+    manager = make({"lengths": "25:3,25:4,25:5,25:6"}, custom_rm_path="test_rollout.always_right", dynamic_sampling_filter=True,
+                   overlong_buffer_len=6, max_filter_rounds=2)
+    with pytest.raises(RuntimeError, match="only 0 of 4 accepted: 1. were all right, 0 all wrong"):
+        run(manager.next_groups(0), manager)
+
+
 def test_evaluation_is_a_mean_over_all_rows(make, model):
     import os
     manager = make({}, custom_rm_path="test_rollout.group_reward", group_rm=True, n_samples_per_eval_prompt=3,

@@ -34,6 +34,8 @@ CORRECTED = {
     "bypass": (dict(loss_type="reinforce", advantage_estimator="reinforce_plus_plus", kl_coef=0.05, kl_loss_type="k2",
                     rollout_is="token", rollout_is_threshold="1.2", rollout_rs="token_k1", rollout_rs_threshold="1.5",
                     entropy_coef=0.02), ("tiny_packs", "dp2", "tp2")),
+    "critic": (dict(advantage_estimator="ppo", critic_lr=3e-3, gamma=0.98, lambd=0.9, kl_coef=0.05, kl_loss_type="k2",
+                    value_clip=0.05, eps_clip_high=0.3), ("tiny_packs", "dp2_split", "tp2", "pp2")),
     "own": (dict(custom_loss_path="test_train_step.own_loss", custom_advantage_path="test_train_step.own_advantage"), ("dp2",))}
 
 
@@ -72,7 +74,7 @@ def token_logps(network, tokens, length, temperature):
 
 
 def reference(model, batches, policy_old):
-    """The same updates, sample by sample, with nothing packed. Returns the final weights and the loss of each update."""
+    """The same updates, sample by sample, with nothing packed. Returns the final weights, and loss and norm of each update."""
     from transformers import AutoModelForCausalLM
 
     f, T = FLAGS, FLAGS["rollout_temperature"]
@@ -101,22 +103,23 @@ def reference(model, batches, policy_old):
                     value = value.clamp(max=-a * f["eps_clip_c"])
                 value = value - f["entropy_coef"] * entropy + f["kl_loss_coef"] * kl(logp, i)
                 loss = loss + (value * torch.tensor(batch["loss_mask"][i])).sum() / tokens
-            update(network, adam, loss)
-            losses.append(loss.item())
+            losses.append((loss.item(), update(network, adam, loss)))
     return network.state_dict(), losses
 
 
-def make_adam(network):
+def make_adam(network, lr=FLAGS["lr"]):
     matrices, vectors = ([p for p in network.parameters() if (p.ndim > 1) == flag] for flag in (True, False))
     return torch.optim.AdamW([dict(params=matrices, weight_decay=FLAGS["weight_decay"]), dict(params=vectors, weight_decay=0.0)],
-                             lr=FLAGS["lr"], betas=(0.9, FLAGS["adam_beta2"]), eps=FLAGS["adam_eps"])
+                             lr=lr, betas=(0.9, FLAGS["adam_beta2"]), eps=FLAGS["adam_eps"])
 
 
 def update(network, adam, loss):
+    """Returns the gradient's norm: what clipping and Adam hide of its scale."""
     adam.zero_grad()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(network.parameters(), FLAGS["clip_grad"])
+    norm = torch.nn.utils.clip_grad_norm_(network.parameters(), FLAGS["clip_grad"])
     adam.step()
+    return norm.item()
 
 
 def corrected_reference(model, batches, case):
@@ -124,8 +127,10 @@ def corrected_reference(model, batches, case):
     from transformers import AutoModelForCausalLM
 
     T, size, kept_tokens, tokens, losses = FLAGS["rollout_temperature"], FLAGS["global_batch_size"], 0, 0, []
-    network, frozen = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
-    adam = make_adam(network)
+    network, frozen, critic = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(3))
+    critic.value_head = torch.nn.Linear(critic.config.hidden_size, 1)
+    torch.nn.init.zeros_(critic.value_head.weight), torch.nn.init.zeros_(critic.value_head.bias)
+    adam, critic_adam = make_adam(network), make_adam(critic, lr=3e-3)
     for step, batch in enumerate(batches):
         row = lambda name, i: torch.as_tensor(batch[name][i], dtype=torch.float32)
         logps = lambda net, i: token_logps(net, batch["tokens"][i], batch["response_lengths"][i], T)
@@ -135,7 +140,12 @@ def corrected_reference(model, batches, case):
         with torch.no_grad():
             old = [logps(cycle, i)[0] for i in everyone]
             ref = [logps(frozen, i)[0] for i in everyone]
-        advantages = hand_made_advantages(case, batch, ref)
+        if case == "critic":
+            with torch.no_grad():
+                before = [token_values(critic, batch["tokens"][i], batch["response_lengths"][i]) for i in everyone]
+            advantages, returns = hand_made_gae(batch, ref, before)
+        else:
+            advantages = hand_made_advantages(case, batch, ref)
         for start in range(0, len(old), size):
             parts = []                                       # (sample, log-probs, entropy, kept tokens, importance weight)
             for i in range(start, start + size):
@@ -163,13 +173,44 @@ def corrected_reference(model, batches, case):
                     ratio = s * (logp - logp.detach()).exp()
                     value = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.3)) * weight / mean
                     loss = loss + (value * kept).sum() / count.clamp(min=1) / sum(c > 0 for c in counts)
+                elif case == "critic":
+                    ratio = (logp - row("rollout_logprobs", i)).exp()
+                    loss = loss + (torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.3)) * kept).sum() / sum(counts)
                 else:
                     value = -a * weight * logp * (batch["columns"]["level"][i] if case == "own" else 1.0)
                     value = value - (FLAGS["entropy_coef"] * entropy if case == "bypass" else 0.0)
                     loss = loss + (value * kept).sum() / sum(counts)
-            update(network, adam, loss)
-            losses.append(loss.item())
+            losses.append((loss.item(), update(network, adam, loss)))
+            if case == "critic":
+                value_loss = 0.0
+                for i, _, _, kept, _ in parts:
+                    v, target = token_values(critic, batch["tokens"][i], batch["response_lengths"][i]), torch.tensor(returns[i])
+                    bounded = torch.minimum(torch.maximum(v, before[i] - 0.05), before[i] + 0.05)
+                    value_loss = value_loss + (torch.maximum((v - target) ** 2, (bounded - target) ** 2) / 2 * kept).sum() / sum(counts)
+                losses[-1] += (value_loss.item(), update(critic, critic_adam, value_loss))
     return network.state_dict(), losses, 1 - kept_tokens / tokens
+
+
+def token_values(critic, tokens, length):
+    hidden = critic.model(torch.tensor(tokens)[None]).last_hidden_state[0, -length - 1:-1]
+    return critic.value_head(hidden)[:, 0]
+
+
+def hand_made_gae(batch, ref, values):
+    """Whitened advantages and returns, over the tokens with mask 1 alone: gamma .98, lambda .9, k2 of the KL x .05."""
+    advantages, returns = [], []
+    for reward, r, p, m, v in zip(batch["rewards"], ref, batch["rollout_logprobs"], batch["loss_mask"], values):
+        at, a, after = np.flatnonzero(m), 0.0, 0.0
+        rows = np.zeros((2, len(m)))
+        for t in at[::-1]:
+            gain = -0.05 * (r[t].item() - p[t]) ** 2 / 2 + (reward if t == at[-1] else 0.0)
+            a = gain + 0.98 * after - v[t].item() + 0.98 * 0.9 * a
+            after = v[t].item()
+            rows[:, t] = a, a + after
+        advantages.append(rows[0])
+        returns.append(rows[1].astype(np.float32))
+    counted = np.concatenate([x[m > 0] for x, m in zip(advantages, batch["loss_mask"])])
+    return [(x - counted.mean()) / counted.std(ddof=1) for x in advantages], returns
 
 
 def hand_made_advantages(case, batch, ref):
@@ -192,8 +233,13 @@ def work(rank, cases, model, out, master):
     from trainer import TrainWorker
     for name, policy_old, args in cases:
         worker = TrainWorker(args, rank, master(name, policy_old))
-        metrics = [worker.train(step, make_batch(step)) for step in range(2)]
+        metrics = [worker.train(0, make_batch(0))]
+        worker.save(os.path.join(out, f"saved-{name}-{policy_old}"))
+        metrics.append(worker.train(1, make_batch(1)))
         worker.export(os.path.join(out, f"{name}-{policy_old}"))
+        if (name, policy_old) == ("tiny_packs", "critic"):      # once more from what was saved
+            worker.load(os.path.join(out, f"saved-{name}-{policy_old}"))
+            metrics.append(worker.train(1, make_batch(1)))
         if rank == 0:
             torch.save(metrics, os.path.join(out, f"{name}-{policy_old}.pt"))
         mpu.destroy_model_parallel()
@@ -251,8 +297,13 @@ def test_two_corrected_steps_equal_the_plain_loop(name, case, results):
     advantage for each token, own columns. In the second step of the cycle the old policy is not the current one."""
     metrics = compare(name, case, *results)
     masked, tokens = results[1][case][2], [sum(mask.sum() for mask in make_batch(i)["loss_mask"]) for i in range(2)]
-    assert np.average([m["correction/masked_token_frac"] for m in metrics], weights=tokens) == pytest.approx(masked, abs=1e-6)
-    assert 0.05 < masked < 0.8 or case == "own"
+    assert np.average([m["correction/masked_token_frac"] for m in metrics[:2]], weights=tokens) == pytest.approx(masked, abs=1e-6)
+    assert 0.05 < masked < 0.8 or not CORRECTED[case][0].get("rollout_rs")
+    if case == "critic":
+        assert metrics[1]["train/value_clip_frac"] > 0
+    if len(metrics) > 2:
+        again, values = metrics.pop(), lambda m: {k: v for k, v in m.items() if not k.startswith("perf/")}
+        assert values(again) == values(metrics[1]), "a resume has forgotten something of the policy or the critic"
     if case == "decoupled":
         assert metrics[0]["train/first_ppo_kl"] == 0.0 != metrics[1]["train/first_ppo_kl"]
         assert metrics[0]["train/overlong_penalty"] < 0
@@ -268,7 +319,11 @@ def compare(name, policy_old, out, references):
 
     weights, losses = references[policy_old][:2]
     metrics = torch.load(out / f"{name}-{policy_old}.pt")
-    assert [m["train/loss"] for m in metrics] == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], abs=1e-6)
+    steps = metrics[:2]
+    names = ("train/loss", "train/grad_norm", "train/value_loss", "train/critic_grad_norm")
+    for i, value in enumerate(names[:len(losses[0])]):
+        assert [m[value] for m in steps] == pytest.approx([np.mean([x[i] for x in part]) for part in (losses[:2], losses[2:])],
+                                                            abs=1e-6, rel=1e-5 if i else 0), value
     folder = out / f"{name}-{policy_old}"
     got = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
     moved = max((weights[k] - v).abs().max().item() for k, v in load_file(out / "model" / "model.safetensors").items())
