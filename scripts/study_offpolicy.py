@@ -74,7 +74,7 @@ def parse(argv=None):
     parser.add_argument("--quick", action="store_true", help="only the cells that the last line names, one seed")
     parser.add_argument("--out", default=os.path.join(ROOT, "runs", "study_offpolicy"), help="folder of the results")
     parser.add_argument("--steps", type=int, default=60, help="steps of a cell")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--lr", type=float, default=6e-4, help="learning rate")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of data order and sampling")
     parser.add_argument("--lags", type=int, nargs="+", default=list(LAGS), help="lags, in the order of measuring")
     parser.add_argument("--corrections", nargs="+", default=[*CORRECTIONS, *LOOPS], choices=[*CORRECTIONS, *LOOPS])
