@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,6 +47,7 @@ CORRECTIONS = {
     "masked": [*RECOMPUTE, "--rollout-is", "token", "--rollout-is-threshold", "0.5_2.0"],
 }
 LOOPS = {"sync": (train_sync, 0), "one_step_off": (train_async, 1)}     # the scripts' own loops, and their lags
+ARMS = [*CORRECTIONS, *LOOPS]
 LAGS = (8, 0, 4, 1, 2)                                        # in this order: the ends say most
 QUICK = [("naive", 0, 0), ("naive", 8, 0), ("tis", 8, 0)]     # (correction, lag, seed)
 
@@ -77,7 +79,7 @@ def parse(argv=None):
     parser.add_argument("--lr", type=float, default=6e-4, help="learning rate")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of data order and sampling")
     parser.add_argument("--lags", type=int, nargs="+", default=list(LAGS), help="lags, in the order of measuring")
-    parser.add_argument("--corrections", nargs="+", default=[*CORRECTIONS, *LOOPS], choices=[*CORRECTIONS, *LOOPS])
+    parser.add_argument("--corrections", nargs="+", default=ARMS, choices=ARMS, help="what to compare")
     return parser.parse_args(argv)
 
 
@@ -133,23 +135,24 @@ def run(options, todo, add):
     subprocess.run([sys.executable, os.path.join(ROOT, "scripts", "make_tiny_model.py"), model, "--seed", "0"], check=True)
     args = parse_args(flags(model, options, "engine", 0, 0, []), "train_sync.py")
     placement.start_ray(args)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))   # so that `finally` below is reached; Ray has put its own there
     try:
         engines += placement.start_engines(args, [], [])
         urls = ray.get([engine.start.remote() for engine in engines], timeout=args.engine_start_timeout)
         for name, lag, seed in todo:
             line = measure(model, options, name, lag, seed, urls)
             add(line)
-            print(f"{name} lag {lag} seed {seed}: reward {line['first']:.3f} -> {line['train']:.3f}, held out {line['held_out']:.3f}; "
-                  f"{line['seconds']:.0f} s at a load of {line['load']:.1f}", flush=True)
+            print(f"{name} lag {lag} seed {seed}: reward {line['first']:.3f} -> {line['train']:.3f}, held out "
+                  f"{line['held_out']:.3f}; {line['seconds']:.0f} s at a load of {line['load']:.1f}", flush=True)
     finally:
         placement.stop(engines)
 
 
 # ---- what came out ----------------------------------------------------------------------------------------
 def gather(lines, measure):
-    """{correction: {lag: values of the seeds}}."""
+    """{correction: {lag: values of the seeds}}, corrections in the order of their definition and lags in rising order."""
     found = {}
-    for line in lines:
+    for line in sorted(lines, key=lambda line: (ARMS.index(line["correction"]), line["lag"])):
         found.setdefault(line["correction"], {}).setdefault(line["lag"], []).append(line[measure])
     return found
 
@@ -159,8 +162,7 @@ def table(lines, measure):
     found = gather(lines, measure)
     lags = sorted({lag for by_lag in found.values() for lag in by_lag})
     rows = [[measure.replace("_", " "), *(f"lag {lag}" for lag in lags)], ["---"] * (len(lags) + 1)]
-    for name in sorted(found, key=[*CORRECTIONS, *LOOPS].index):
-        rows.append([name, *(text(found[name].get(lag, [])) for lag in lags)])
+    rows += [[name, *(text(by_lag.get(lag, [])) for lag in lags)] for name, by_lag in found.items()]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -186,11 +188,13 @@ def plot(lines, options, path):
     start = statistics.fmean(line["first"] for line in lines)
     for axis, measure, title in zip(axes, ("train", "held_out"), ("last tenth of the steps", "held-out prompts, final weights")):
         axis.axhline(start, color="grey", linestyle=":", label="before")
-        for i, (name, by_lag) in enumerate(sorted(gather(lines, measure).items(), key=lambda item: [*CORRECTIONS, *LOOPS].index(item[0]))):
-            shift = 0.06 * (i - 3)                            # else the seeds' dots hide each other
-            x = [lags.index(lag) + shift for lag in sorted(by_lag)]
-            axis.plot(x, [statistics.fmean(by_lag[lag]) for lag in sorted(by_lag)], "-" if len(x) > 1 else "D", color=f"C{i}", label=name)
-            axis.plot(*zip(*((at, value) for at, lag in zip(x, sorted(by_lag)) for value in by_lag[lag])), ".", color=f"C{i}", alpha=0.5)
+        for name, by_lag in gather(lines, measure).items():
+            i = ARMS.index(name)
+            x = [lags.index(lag) + 0.06 * (i - 3) for lag in by_lag]             # apart, else the dots hide each other
+            style = dict(color=f"C{i}", marker="D" if name in LOOPS else None)
+            axis.plot(x, [statistics.fmean(values) for values in by_lag.values()], label=name, **style)
+            for at, values in zip(x, by_lag.values()):
+                axis.plot([at] * len(values), values, ".", color=f"C{i}", alpha=0.5)
         axis.set(title=title, xlabel="lag in steps", xticks=range(len(lags)), xticklabels=lags)
     axes[0].set_ylabel("mean reward")
     axes[1].legend(fontsize=8)
