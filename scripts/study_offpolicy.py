@@ -77,7 +77,7 @@ def parse(argv=None):
     parser.add_argument("--out", default=os.path.join(ROOT, "runs", "study_offpolicy"), help="folder of the results")
     parser.add_argument("--steps", type=int, default=60, help="steps of a cell")
     parser.add_argument("--lr", type=float, default=6e-4, help="learning rate")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of data order and sampling")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the data order; the engine's sampling differs each time")
     parser.add_argument("--lags", type=int, nargs="+", default=list(LAGS), help="lags, in the order of measuring")
     parser.add_argument("--corrections", nargs="+", default=ARMS, choices=ARMS, help="what to compare")
     return parser.parse_args(argv)
@@ -191,15 +191,15 @@ def plot(lines, options, path):
         for name, by_lag in gather(lines, measure).items():
             i = ARMS.index(name)
             x = [lags.index(lag) + 0.06 * (i - 3) for lag in by_lag]             # apart, else the dots hide each other
-            style = dict(color=f"C{i}", marker="D" if name in LOOPS else None)
+            style = dict(color=f"C{i}", marker="D" if name in LOOPS else "o", markersize=5)
             axis.plot(x, [statistics.fmean(values) for values in by_lag.values()], label=name, **style)
             for at, values in zip(x, by_lag.values()):
                 axis.plot([at] * len(values), values, ".", color=f"C{i}", alpha=0.5)
-        axis.set(title=title, xlabel="lag in steps", xticks=range(len(lags)), xticklabels=lags)
+        axis.set(title=title, xlabel="lag in steps", xticks=range(len(lags)), xticklabels=lags, xlim=(-0.4, len(lags) - 0.6))
     axes[0].set_ylabel("mean reward")
     axes[1].legend(fontsize=8)
-    seeds = len({line["seed"] for line in lines})
-    figure.suptitle(f"Reward after {options.steps} steps at learning rate {options.lr:g}, up to {seeds} seeds", fontsize=10)
+    seeds = ", ".join(map(str, sorted({line["seed"] for line in lines})))
+    figure.suptitle(f"Reward after {options.steps} steps at learning rate {options.lr:g}; {len(lines)} cells, seeds {seeds}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
