@@ -77,7 +77,8 @@ def parse(argv=None):
     parser.add_argument("--out", default=os.path.join(ROOT, "runs", "study_offpolicy"), help="folder of the results")
     parser.add_argument("--steps", type=int, default=60, help="steps of a cell")
     parser.add_argument("--lr", type=float, default=6e-4, help="learning rate")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the data order; the engine's sampling differs each time")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the data order; the engine's sampling "
+                        "differs each time")
     parser.add_argument("--lags", type=int, nargs="+", default=list(LAGS), help="lags, in the order of measuring")
     parser.add_argument("--corrections", nargs="+", default=ARMS, choices=ARMS, help="what to compare")
     return parser.parse_args(argv)
@@ -199,7 +200,7 @@ def plot(lines, options, path):
     axes[0].set_ylabel("mean reward")
     axes[1].legend(fontsize=8)
     seeds = ", ".join(map(str, sorted({line["seed"] for line in lines})))
-    figure.suptitle(f"Reward after {options.steps} steps at learning rate {options.lr:g}; {len(lines)} cells, seeds {seeds}", fontsize=10)
+    figure.suptitle(f"Reward after {options.steps} steps at learning rate {options.lr:g}; {len(lines)} cells, seeds {seeds}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
