@@ -45,6 +45,7 @@ def sync_weights(trainers, rollout, version):
     size, seconds = sum(part["bytes"] for part in sent), broadcast - paused
     return {"sync/version": version, "sync/time": time.time() - started, "sync/pause_time": paused - started,
             "sync/broadcast_time": seconds, "sync/publish_time": time.time() - broadcast, "sync/bytes": size,
+            "sync/engine_time": max((part["waited"] for part in sent), default=0.0),      # of the broadcast: waiting for engines
             "sync/gb_per_s": size / max(seconds, 1e-9) / 1e9}
 
 
@@ -115,18 +116,17 @@ class WeightSender:
             for _ in views:        # takes part in gathering
                 pass
             return None
-        shapes, prints, size, flying = {}, [], 0, None
+        shapes, prints, size, flying, waited = {}, [], 0, None, 0.0
         for i, views_of_bucket in enumerate(buckets(views, self.args.update_weight_buffer_size)):
             bucket, flat = self.flatten(views_of_bucket, i % 2)
-            if flying:
-                self.land(*flying)
+            waited += self.land(*flying) if flying else 0.0
             flying = self.show(bucket, flat) if self.in_place else self.launch(bucket, flat)
             shapes.update({name: tuple(t.shape) for name, t in bucket})
             prints += [fingerprint_tensor(t) for _, t in bucket]           # beside the broadcast, where they lie in the bucket
             size += flat.numel()
-        self.land(*flying)
+        waited += self.land(*flying)
         prints = map(to_int, torch.stack(prints).tolist())         # one wait for all of them
-        return {"expected": {name: (shapes[name], value) for name, value in zip(shapes, prints)}, "bytes": size}
+        return {"expected": {name: (shapes[name], value) for name, value in zip(shapes, prints)}, "bytes": size, "waited": waited}
 
     def flatten(self, views, which):
         """Copies tensors, end to end as bytes, into one of the two buffers (kept from sync to sync): the only copy. Returns the
@@ -159,10 +159,13 @@ class WeightSender:
         return [self.pool.submit(client.update_from_tensor, [handles[i] for i in self.beside]) for client in self.clients], None
 
     def land(self, asked, work):
-        """Waits for one bucket. An engine's refusal surfaces at once, with its name, though the broadcast may hang."""
+        """Waits for one bucket; returns how long. An engine's refusal surfaces at once, with its name, though the broadcast may
+        hang."""
+        started = time.time()
         first_error(asked, self.timeout, "a bucket of weights")
         if work is not None:
             work.wait(datetime.timedelta(seconds=self.timeout))
+        return time.time() - started
 
 
 def ipc_handle(bucket, flat):

@@ -99,7 +99,7 @@ def measure(shape, folder, options, server):
             row = sync_weights(trainers, rollout, version)
             rows.append({**row, "sync/check_time": ray.get(rollout.proved.remote())})
         ms = {name: 1e3 * statistics.median(row[f"sync/{name}"] for row in rows[2:])
-              for name in ("time", "pause_time", "broadcast_time", "publish_time", "check_time")}
+              for name in ("time", "pause_time", "broadcast_time", "engine_time", "publish_time", "check_time")}
         assert rows[0]["sync/bytes"] == size or options.device == "cpu"      # there weights are fp32
     finally:
         placement.stop(engines)
