@@ -73,8 +73,8 @@ def add_cluster(parser):
     g.add_argument("--actor-num-nodes", type=int, default=1, help="training nodes")
     g.add_argument("--actor-num-gpus-per-node", type=int, default=1, help="training ranks on each node")
     g.add_argument("--rollout-num-gpus", type=int, help="GPUs of all engines together (default: 1)")
-    g.add_argument("--colocate", action="store_true", help="train_sync.py: engines and training ranks share the GPUs; the engines "
-                   "give their memory back while training")
+    g.add_argument("--colocate", action="store_true", help="train_sync.py: engines and training ranks share the "
+                   "GPUs; the engines give their memory back while training")
     g.add_argument("--rollout-num-gpus-per-engine", type=int, default=1, help="tensor parallel size of an engine")
     g.add_argument("--num-gpus-per-node", type=int, default=8, help="GPUs that a node has")
     g.add_argument("--rollout-external-engine-addrs", nargs="+", default=[], metavar="URL",
@@ -198,8 +198,8 @@ def add_correction(parser):
     g.add_argument("--rollout-rs-threshold", metavar="LIST",
                    help="a bound for each: k1 takes lo_hi of the ratio (hi alone: 1/hi_hi), k2 and k3 an upper bound")
     g.add_argument("--rs-denominator", choices=("kept", "original"), help="tokens that means divide by (default: kept)")
-    g.add_argument("--parity-interval", type=int, help="steps between two measurements of |engine - trainer| log-probs, on the same "
-                   "weights (mismatch) and by age of weights (staleness) (default: none)")
+    g.add_argument("--parity-interval", type=int, help="steps between two measurements of |engine - trainer| log-probs, on "
+                   "the same weights (mismatch) and by age of weights (staleness) (default: none)")
     g.add_argument("--parity-warn", type=float, default=0.05, help="mean mismatch per token that is warned of")
     g.add_argument("--parity-max", type=float, help="mean mismatch per token that ends the run (default: none)")
 
@@ -213,8 +213,8 @@ def add_async(parser):
     g.add_argument("--require-batches", type=int, default=1, help="train_fully_async.py: batches that make a step")
     g.add_argument("--max-lag-policy", choices=("wait", "drop", "mask"), default="wait",
                    help="what keeps --max-lag: waiting for the oldest, dropping them, or no loss on old tokens")
-    g.add_argument("--custom-sampler-path", metavar="MODULE.FUNCTION", help="train_fully_async.py: own choice of a batch among the "
-                   "finished groups, oldest first: f(args, groups, k) -> k of them")
+    g.add_argument("--custom-sampler-path", metavar="MODULE.FUNCTION", help="train_fully_async.py: own choice of a batch "
+                   "among the finished groups, oldest first: f(args, groups, k) -> k of them")
 
 
 def add_optimizer(parser):
@@ -357,8 +357,8 @@ def derive(args, script):
                          f"by tensor x pipeline = {model_parallel}: change --actor-num-gpus-per-node")
     args.data_parallel_size = args.world_size // model_parallel
     if args.colocate and args.rollout_num_gpus not in (None, args.world_size):
-        raise ValueError(f"--colocate: the engines use the GPUs of the {args.world_size} training ranks; leave --rollout-num-gpus "
-                         f"{args.rollout_num_gpus} out")
+        raise ValueError(f"--colocate: the engines use the GPUs of the {args.world_size} training ranks; leave "
+                         f"--rollout-num-gpus {args.rollout_num_gpus} out")
     args.rollout_num_gpus = args.world_size if args.colocate else args.rollout_num_gpus or args.rollout_num_gpus_per_engine
     if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
         raise ValueError(f"--rollout-num-gpus {args.rollout_num_gpus} does not divide by "
@@ -462,7 +462,8 @@ def check_script(args, script):
             raise ValueError(f"--max-lag 0 is below --update-weights-interval - 1 = {k - 1}")
         return
     if args.debug_rollout_only:
-        raise ValueError("--debug-rollout-only needs train_sync.py or train_async.py: a stream goes on only as fast as it is trained on")
+        raise ValueError("--debug-rollout-only needs train_sync.py or train_async.py: a stream goes on only as fast as it is "
+                         "trained on")
     if args.over_sampling_batch_size:
         raise ValueError("--over-sampling-batch-size: train_fully_async.py runs ahead by --staleness-threshold instead")
     if args.partial_rollout and not args.staleness_threshold:
@@ -590,8 +591,8 @@ def check_combinations(args):
     if args.colocate and args.rollout_external_engine_addrs and args.device == "cuda":
         raise ValueError("--colocate starts the engines on the trainers' GPUs: leave --rollout-external-engine-addrs out")
     if args.colocate and args.device == "cuda" and args.pipeline_model_parallel_size > 1:
-        raise ValueError(f"--colocate: --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: an engine on the GPU of one "
-                         f"stage cannot read the others' weights; use tensor or data parallel ranks")
+        raise ValueError(f"--colocate: --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: an engine on the GPU of "
+                         f"one stage cannot read the others' weights; use tensor or data parallel ranks")
     if args.debug_train_only and not args.load_debug_rollout_data:
         raise ValueError("--debug-train-only needs --load-debug-rollout-data")
     if args.debug_train_only and (args.eval_interval or args.eval_only):

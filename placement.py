@@ -133,6 +133,8 @@ def start_ray(args):
     """A local cluster for this run alone, or the one at --ray-address. ValueError when it has too few GPUs."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")          # Ray's 15 lets any other program stretch a step
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")        # threads that spin take the cores from the engines
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""        # for every actor: none may take a GPU that is there all the same
     quiet = {"include_dashboard": False, "logging_level": "ERROR"}

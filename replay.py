@@ -24,7 +24,7 @@ class ReplayManager:
         self.stream = make_stream(args, self.buffer)
         self.records = list(Ledger.surviving(self.path))
         self.at = 0                       # the next record
-        self.told = set()                 # what the driver's loop has come to: ("batch", step), ("trained", step), ("sync", version)
+        self.told = set()                 # how far the driver's loop is: ("batch", step), ("trained", step), ("sync", version)
         self.published = 0
         self.batches = {}                 # step -> groups, handed out next
         self.news = asyncio.Event()
@@ -77,7 +77,7 @@ class ReplayManager:
         while self.at < len(self.records):
             record = self.records[self.at]
             event = record["event"]
-            if event in ("batch", "trained", "sync") and (event, record["version" if event == "sync" else "step"]) not in self.told:
+            if event in ("batch", "trained", "sync") and (event, record.get("step", record.get("version"))) not in self.told:
                 break
             self.apply(event, record)
             self.at += 1
@@ -105,7 +105,8 @@ class ReplayManager:
             self.depart("the gate is closed")
         group = (self.stream or self.buffer).draw(1)
         if not group or (group[0].group_id, group[0].row, group[0].epoch) != (record["group"], record["row"], record["epoch"]):
-            self.depart(f"the data give {f'group {group[0].group_id}, row {group[0].row}, epoch {group[0].epoch}' if group else 'none'}")
+            found = f"group {group[0].group_id}, row {group[0].row}, epoch {group[0].epoch}" if group else "none"
+            self.depart(f"the data give {found}")
 
     def land(self, event, record):
         """A group comes back as long as it was then. Its new tokens are of the version that is out; their ids come from the file

@@ -117,8 +117,8 @@ class RolloutManager:
         seconds = time.time() - started
         for path in filter(None, (self.args.record_path, self.args.save_debug_rollout_data)):
             await asyncio.to_thread(save_groups, path.format(step=step), groups)
-        metrics = {**batch_metrics(self.args, step, groups), **counts, "perf/generate_time": seconds, "sync/check_time": self.check_time,
-                   **self.lane_metrics(seconds)}
+        metrics = {**batch_metrics(self.args, step, groups), **counts, **self.lane_metrics(seconds),
+                   "perf/generate_time": seconds, "sync/check_time": self.check_time}
         if self.buffer:
             metrics.update({f"length_bias/{fate}": bias for fate, bias in self.buffer.length_bias().items()})
         return ray.put(make_batch(self.args, step, groups)), metrics
@@ -229,7 +229,8 @@ class RolloutManager:
                 f"{counts['drawn']} groups drawn (--max-filter-rounds {self.args.max_filter_rounds:g} batches) and only "
                 f"{self.buffer.finished_count} of {wanted} accepted: {counts['all_right']} were all right, "
                 f"{counts['all_wrong']} all wrong, {rest}; the last one: {self.last_drop}. "
-                + ("Take easier or harder prompts, or more samples per prompt." if counts["all_right"] + counts["all_wrong"] else ""))
+                + ("Take easier or harder prompts, or more samples per prompt."
+                   if counts["all_right"] + counts["all_wrong"] else ""))
 
     async def run_group(self, group, counts):
         """Generates and rewards one group, then puts it where it belongs: finished, dropped, or back into the buffer."""
@@ -550,7 +551,8 @@ class RolloutManager:
         """One exchange. A 4xx raises Dropped (the request itself is wrong: trying again cannot help), other failures
         aiohttp.ClientError or asyncio.TimeoutError."""
         if self.session is None:   # needs the running loop. The slots limit connections; a server closes idle ones after 5 s
-            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3), headers=self.headers)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
+            self.session = aiohttp.ClientSession(connector=connector, headers=self.headers)
         limit = aiohttp.ClientTimeout(total=timeout)
         async with self.session.request(method, lane.url + verb, timeout=limit, **kwargs) as r:
             if 400 <= r.status < 500:

@@ -138,7 +138,7 @@ class WeightSender:
         return flat
 
     def launch(self, bucket, flat):
-        """Tells every engine what comes and starts the broadcast. flush_cache=false: true kills a server with waiting requests."""
+        """Tells every engine what comes and starts the broadcast. flush_cache=true would kill a server with requests."""
         names, shapes = [name for name, _ in bucket], [list(t.shape) for _, t in bucket]
         dtypes = [str(t.dtype).removeprefix("torch.") for _, t in bucket]
         asked = [self.pool.submit(client.update_from_distributed, names, dtypes, shapes, self.name)

@@ -58,7 +58,8 @@ def fit(folder):
         records = Ledger.surviving(os.path.join(folder, "ledger.jsonl"))
     except FileNotFoundError as error:
         raise ValueError(f"--fit {folder}: there is no {error.filename}") from None
-    ended = {record["group"]: record for record in records if record["event"] in ("finish", "drop")}
+    ended = {record["group"]: record for record in records
+             if record["event"] in ("finish", "drop") and any(record["tokens"])}
     if not (rows and ended):
         raise ValueError(f"--fit {folder}: not one step and one finished group are recorded")
     rollout = args["num_engines"] * args["rollout_num_gpus_per_engine"]
@@ -90,7 +91,7 @@ def generation_rates(records, ended, n):
 
 def training_rates(rows, args):
     """Medians over the steps: a hiccup of the machine belongs to no mode."""
-    seconds, token_seconds = line([(row["rollout/tokens"], row["perf/train_time"]) for row in rows], statistics.median)
+    seconds, token_seconds = line([(row["rollout/tokens"], row.get("perf/train_time", 0.0)) for row in rows], statistics.median)
     synced = [row for row in rows if "sync/time" in row] or [{"sync/time": 0.0, "sync/pause_time": 0.0}]
     drains = args["fully_async"] and not args["partial_rollout"]           # the pause is then a wait for what runs
     sync = statistics.median(row["sync/time"] - drains * row["sync/pause_time"] for row in synced)
@@ -276,7 +277,7 @@ def refuse(o):
     for found, problem in (
             (small, f"--{' and --'.join(small).replace('_', '-')} must be above 0"),
             (o.gpus < 2, f"--gpus {o.gpus}: training and rollout need one each"),
-            (o.split and (len(o.split) != 2 or min(o.split) < 1), f"--split {o.split}: training and rollout need one GPU each"),
+            (o.split and (len(o.split) != 2 or min(o.split) < 1), f"--split {label(o.split)}: not two numbers above 0"),
             (o.mode == "sync" and (lag or k > 1), "--mode sync is on-policy: leave --max-lag and --update-weights-interval out"),
             (o.mode == "one_step_off" and lag not in (None, 0, 1), f"--max-lag {lag}: --mode one_step_off knows 0 and 1"),
             (stream and lag is not None and lag < k - 1,
@@ -302,11 +303,11 @@ def report(options):
     result = run(options, best)
     rows = {best or options.split: result.means}
     if options.fit:
-        rows = {"measured": options.measured, "predicted": run(options.own).means, **rows}
+        own = run(options.own).means
+        rows = {"measured": options.measured, "predicted": own, **({} if own == result.means else rows)}
     table(rows)
     print("tokens by lag: " + ", ".join(f"{lag}: {share:.1%}" for lag, share in result.lags.items()))
-    print(f"groups: drawn {result.drawn}, trained {result.trained}, dropped {result.dropped or 0}, aborted "
-          f"{result.put_back} times")
+    print(f"groups: drawn {result.drawn}, dropped {result.dropped or 0}, aborted {result.put_back} times")
     if result.masked_share:
         print(f"tokens without loss: {result.masked_share:.1%}")
     for fate, length in result.length_bias.items():
@@ -344,7 +345,8 @@ def check():
         for column in errors:
             errors[column] = max(errors[column], abs(predicted[column] - measured[column]) / measured["step"])
     table(rows)
-    print("all predicted from the lengths and rates of the synchronous run; errors as shares of the step time")
+    print(f"all predicted from the lengths and rates of the synchronous run; errors as shares of the step time; load average "
+          f"{os.getloadavg()[1]:.1f} on {os.cpu_count()} cores (busy cores stretch what is measured)")
     print(f"prediction_error step_time {errors['step']:.1%} wait_prev_gen {errors['wait']:.1%}")
 
 

@@ -154,10 +154,11 @@ class World:
         self.fill()
 
     def sync(self, version):
-        """Pause, send, publish, resume."""
+        """Pause, send, publish, resume. The time until aborted samples are back is part of sync_time."""
         started = self.now
-        if self.stream:
-            self.abort() if self.o.partial_rollout else self.drain()
+        if self.stream and self.o.partial_rollout:
+            self.abort()
+        self.drain()
         self.sleep(self.o.sync_time)
         self.version = version
         if self.stream:
@@ -209,7 +210,7 @@ class World:
 # ---- one run ----------------------------------------------------------------------------------------------
 @dataclass
 class Result:
-    means: dict                    # of COLUMNS: seconds and shares over all steps but the first, which warms up
+    means: dict                    # "step", "wait", "sync": seconds, ...: over all steps but the first, which warms up
     lags: dict                     # lag -> share of the trained tokens
     masked_share: float            # tokens beyond --max-lag under the policy mask
     length_bias: dict              # Buffer.length_bias()

@@ -2,7 +2,7 @@
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")     # before torch: threads that spin while they wait starve the rest of 2 cores
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")     # before torch: on few cores, threads that spin as they wait starve others
 
 import pytest
 

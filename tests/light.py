@@ -48,8 +48,10 @@ MODULES = (checkpoint, engine, placement, replay, rollout, sync_weights, trackin
 class Actor:
     """An object with a thread of its own. `actor.method.remote(...)` -> a future; as in Ray, calls begin one after the other, and
     while a coroutine waits the next one runs."""
+    everyone = []          # none ends before the run does
 
     def __init__(self, make, *arguments):
+        self.everyone.append(self)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.object = self.call(make, *arguments).result()
@@ -175,6 +177,17 @@ def end(process, path, timeout=120):
     os.remove(path)
     assert not late, f"the run did not end within {timeout} s:\n{output[-3000:]}"
     return process.exitcode, output
+
+
+def interrupt(started, condition, how, timeout=120):
+    """As harness.interrupt."""
+    process, path = started
+    deadline = time.time() + timeout
+    while not condition():
+        assert process.is_alive() and time.time() < deadline, f"the moment did not come:\n{end(process, path, 0)[1][-3000:]}"
+        time.sleep(0.002)
+    os.kill(process.pid, how)
+    return end(process, path)
 
 
 def run(script, words, timeout=120, **options):

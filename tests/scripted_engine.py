@@ -333,7 +333,7 @@ class Engine:
 
     async def set_version(self, http):
         version = (await http.json())["new_version"]
-        if not self.stale:
+        if self.stale is not True:
             self.version = version
         return web.json_response({"success": True, "message": f"Weight version updated to {version}",
                                   "new_version": version})
@@ -388,6 +388,7 @@ class Engine:
         {"die": N, "seconds": 0.05, "verb": V}    the process dies that long after the N-th call of V from now came in
         {"answers": KIND, "count": N}             one of ANSWERS for the next N answers (default: all)
         {"stale": true}        acknowledges updates and versions, and keeps the old ones
+        {"stale": "tensors"}   acknowledges updates, and keeps the old tensors
         {"flip": NAME or true} changes one bit of a weight (of the first one)
         {"weights": X}         other weights, without a broadcast
         {"lengths": SPEC, "unit_seconds": S, "slots": N, ...}   any option of the command line

@@ -483,6 +483,28 @@ def test_best_split_and_how_many_are_enough():
     assert simulator.enough(options) == (7, 16)
 
 
+def test_what_is_printed(capsys):
+    """Even lengths of 10: a step generates for 10 and trains for 40 on 1 GPU; nothing is faster than the 10."""
+    argv = ["--mode", "sync", "--split", "1/8", "--slots-per-gpu", "1", "--lengths", "1:10", "--rate", "1", "--train-token-time",
+            "0.5", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--steps", "5", "--sync-time", "2"]
+    simulator.report(simulator.parse(argv))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["1/8", "52.000", "10.000", "2.000", "23%", "81%", "81%", "0.00", "0", "1.000"]
+    assert lines[2:4] == ["tokens by lag: 0: 100.0%", "groups: drawn 20, dropped 0, aborted 0 times"]
+    assert lines[-1].startswith("beyond 330 training and 8 rollout GPUs")         # 40 / 330 <= 1.01 x (12 + 40 / 32768) - 12
+
+
+def test_a_sweep_prints_its_best_and_draws_it(capsys, tmp_path):
+    argv = ["--split", "1/8", "--slots-per-gpu", "1", "--lengths", "50:1,50:10", "--rate", "1", "--train-token-time", "0.1",
+            "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--sweep", "threshold", "--plot", str(tmp_path / "a.png")]
+    simulator.sweep(simulator.parse(argv))
+    lines = capsys.readouterr().out.splitlines()
+    steps = {line.split()[0]: float(line.split()[1]) for line in lines[1:-2]}
+    assert list(steps) == ["0", "0.1", "0.25", "0.5", "1", "2", "4"]
+    assert lines[-2] == f"best threshold: {min(steps, key=steps.get)}" and min(steps.values()) < 0.9 * steps["0"]
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
 @pytest.mark.parametrize("argv, named", (
     (["--lengths", "long"], "--lengths"), (["--partial-rollout"], "--staleness-threshold"),
     (["--mode", "sync", "--max-lag", "1"], "--max-lag"), (["--fit", "no/run"], "--fit"), (["--gpus", "1"], "--gpus"),

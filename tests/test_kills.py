@@ -2,7 +2,7 @@
 have ended: no prompt is lost or repeated, and nothing of a discarded attempt is in the weights.
 
 The trainer is light.TinyWorker, whose weights are the batches that it was trained on. OFFBEAT_KILLS=100 asks for so many kills
-at random moments; 10 are made otherwise.
+at random moments, and for each event once before its record is written and once after; else 12 are made and one of the two.
 """
 
 import json
@@ -21,9 +21,10 @@ import checkpoint
 import harness
 import light
 import scripted_engine
+from batch import load_groups
 from buffer import Ledger
 
-KILLS = int(os.environ.get("OFFBEAT_KILLS", 10))
+KILLS = int(os.environ.get("OFFBEAT_KILLS", 12))
 ROWS, SAMPLES, MARK = 40, 2, 8.0             # log-probs of life i lie between -8 i - 4.1 and -8 i
 RUNS = {                                     # script, flags
     "sync": ("train_sync.py", {}),
@@ -34,7 +35,8 @@ RUNS = {                                     # script, flags
     "stream_partial": ("train_fully_async.py", dict(staleness_threshold=1.0, partial_rollout=True, max_lag=2))}
 EXACT = ("sync", "async")                    # nothing hangs on who comes first: equal to a run without a kill, to the bit
 ABORTING = ("sync_again", "async_partial", "stream_partial")
-OF_GROUPS, OF_STEPS, OF_ABORTS = ["draw", "finish", "drop"], ["batch", "trained", "save", "resume"], ["put_back"]
+OF_GROUPS, OF_ABORTS = ["draw", "submit", "finish", "drop"], ["abort", "put_back"]
+OF_STEPS = ["batch", "trained", "sync", "save", "resume"]
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +88,8 @@ def lives(name, deaths, words, urls, out, exact):
         steps = 1000 if death else (saved or 0) + 3
         for url in urls:
             requests.post(f"{url}/script", json={"logprob_shift": 0.0 if exact else MARK * life, "weights": "0"}, timeout=10)
-        status, output = light.run(script, words(name, num_rollout=steps, load=folder if saved else None), worker=light.TinyWorker,
-                                   prepare=partial(doom, life, death), timeout=60)
+        status, output = light.run(script, words(name, num_rollout=steps, load=folder if saved else None), timeout=60,
+                                   worker=light.TinyWorker, prepare=partial(doom, life, death))
         assert status == (-signal.SIGKILL if death else 0), f"life {life}, {death}:\n{output[-3000:]}"
         kills["before the first save" if saved is None else "resumed"] += 1 if death else 0
     return folder, steps, kills
@@ -115,35 +117,37 @@ def check(folder, steps, exact):
     said = {r["step"]: r["groups"] for r in records if r["event"] == "trained"}
     assert said == {batch["step"]: batch["group_ids"][::SAMPLES] for batch in batches}
 
-    # every token trained on is of an attempt that survived
+    # every token trained on is of an attempt that survived, and the recorded samples are those trained on
     attempts = surviving_attempts(records)
-    for batch in batches if not exact else ():
-        for i in range(0, len(batch["group_ids"]), SAMPLES):
-            found = Counter(int(-x // MARK) for logprobs in batch["rollout_logprobs"][i:i + SAMPLES] for x in logprobs)
-            assert found == attempts[batch["group_ids"][i]], (batch["step"], batch["group_ids"][i])
+    for batch in batches:
+        recorded = [s for group in load_groups(f"{folder}/samples/step_{batch['step']:07d}.npz") for s in group.samples]
+        assert [s.rollout_logprobs for s in recorded] == batch["rollout_logprobs"]
+        assert [s.prompt_tokens + s.response_tokens for s in recorded] == batch["tokens"]
+        for s in recorded if not exact else ():
+            marks = Counter(int(-logprob // MARK) for logprob in s.rollout_logprobs)
+            assert marks == attempts[s.group_id][s.index], (batch["step"], s.name)
     every = Counter(r["group"] for r in Ledger.read(os.path.join(folder, "ledger.jsonl")) if r["event"] == "finish")
     return {"prompts": state["next_id"], "trained": len(trained), "dropped": len(dropped), "buffered": len(kept),
             "discarded attempts": sum(every.values()) - sum(r["event"] == "finish" for r in records),
-            "samples over lives": sum(len(lives) > 1 for lives in attempts.values())}
+            "samples over lives": sum(len(lives) > 1 for group in attempts.values() for lives in group)}
 
 
 def surviving_attempts(records):
-    """{group: Counter of its tokens by the life that generated them}, from the records that survived. A group that is drawn
-    while it is in flight was so at a save, and began again at its prompt."""
+    """{group: [of each sample: Counter of its tokens by the life that generated them]}, from the records that survived. A group
+    that is drawn while it is in flight was so at a save, and began again at its prompt."""
     tokens, flying = {}, set()
     for r in records:
         if r["event"] == "draw":
-            if r["group"] in flying:
-                tokens[r["group"]] = Counter()
+            if r["group"] in flying or r["group"] not in tokens:
+                tokens[r["group"]] = [Counter() for _ in range(SAMPLES)]
             flying.add(r["group"])
-            tokens.setdefault(r["group"], Counter())
         elif r["event"] in ("finish", "put_back"):
             flying.discard(r["group"])
-            so_far, total = tokens[r["group"]], r["tokens"]
-            if total == 0:
-                so_far.clear()
-            elif total > so_far.total():
-                so_far[r["life"]] += total - so_far.total()
+            for so_far, total in zip(tokens[r["group"]], r["tokens"], strict=True):
+                if total == 0:
+                    so_far.clear()                # put back at its prompt
+                elif total > so_far.total():
+                    so_far[r["life"]] += total - so_far.total()
     return tokens
 
 
@@ -171,11 +175,13 @@ def campaign(name, deaths, words, urls, out):
 @pytest.mark.contract
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_at_every_event(name, words, urls, tmp_path):
-    """Each event once before its record is written, once after it and, for one of them, in the middle of it."""
+    """Before the record of each event is written or after it, and once in the middle of one."""
     draw, events = random.Random(name), OF_GROUPS + OF_STEPS + (OF_ABORTS if name in ABORTING else [])
-    number = {"resume": 1, **{event: 3 for event in OF_STEPS[:-1]}}        # at most the so many-th of its kind in a life
-    deaths = [(event, draw.randint(1, number.get(event, 10)), moment)
-              for moment in ("before", "after") for event in draw.sample(events, len(events))]
+    deaths = []
+    for i, event in enumerate(draw.sample(events, len(events))):
+        number = draw.randint(1, 1 if event == "resume" else 10 if event in OF_GROUPS else 3)     # of its kind in this life
+        moments = ("before", "after")
+        deaths += [(event, number, moment) for moment in (moments if KILLS >= 100 else [moments[i % 2]])]
     campaign(name, [("save", 2, "torn"), *deaths], words, urls, str(tmp_path))
 
 
