@@ -66,7 +66,7 @@ class Tracker:
 
     def check_parity(self, step, row):
         mismatch, args = row.get("parity/mismatch", 0.0), self.args
-        text = (f"step {step}: engine and trainer differ by {mismatch:.3g} per token in their log-probs of the same tokens on the "
+        text = (f"step {step}: engine and trainer differ by {mismatch:.3g} per token in their log-probs on the "
                 f"same weights (parity/mismatch)")
         if args.parity_max is not None and mismatch > args.parity_max:
             raise RuntimeError(f"{text}: more than --parity-max {args.parity_max:g}. Sampling flags, dtypes or kernels differ")
