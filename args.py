@@ -14,6 +14,7 @@ import os
 import sys
 import time
 
+from buffer import Ledger
 from data import GYM, load_rows
 from rewards import REWARDS
 
@@ -29,9 +30,10 @@ def parse_args(argv=None, script="train_async.py"):
         add(parser)
     show_defaults(parser)
     try:
-        take_recorded_flags(parser, argv, script)
+        recorded = take_recorded_flags(parser, argv, script)
         args, rest = parser.parse_known_args(argv)
         args.flags = dict(vars(args))           # as they were given, for a replay
+        args.recorded = recorded                # {} without --replay
         args.sglang_args = split_sglang(rest)   # derived
         check_sizes(args)
         check_ranges(args)
@@ -53,6 +55,9 @@ def show_defaults(parser):
             action.metavar = action.metavar or "N"
         elif action.nargs is None and not action.choices:
             action.metavar = action.metavar or "NAME"
+
+
+SWITCH = {"action": argparse.BooleanOptionalAction, "default": False}    # --no-FLAG: a replay may take it back
 
 
 # ---- flags ------------------------------------------------------------------------------------------------
@@ -154,7 +159,7 @@ def add_algorithm(parser):
     g.add_argument("--advantage-estimator", default="grpo",
                    choices=("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
                    help="see loss.py; ppo has a critic")
-    g.add_argument("--disable-grpo-std-normalization", action="store_true", help="do not divide by the group's std (Dr. GRPO)")
+    g.add_argument("--disable-grpo-std-normalization", **SWITCH, help="do not divide by the group's std (Dr. GRPO)")
     g.add_argument("--custom-advantage-path", metavar="MODULE.FUNCTION",
                    help="own estimator: f(args, batch) -> a number, or one for each token, for each sample")
     g.add_argument("--critic-load", metavar="DIR", help="Hugging Face directory, of the policy's shape, that the critic "
@@ -176,11 +181,11 @@ def add_algorithm(parser):
     g.add_argument("--loss-scale-factor", type=float,
                    help="divisor of seq-mean-token-sum-norm (default: --rollout-max-response-len)")
     g.add_argument("--kl-coef", type=float, default=0.0, help="KL to the reference, taken from the reward")
-    g.add_argument("--use-kl-loss", action="store_true", help="KL to the reference in the loss")
+    g.add_argument("--use-kl-loss", **SWITCH, help="KL to the reference in the loss")
     g.add_argument("--kl-loss-coef", type=float, default=0.0, help="its coefficient")
     g.add_argument("--kl-loss-type", choices=("k1", "k2", "k3", "low_var_kl"), default="low_var_kl",
                    help="estimator, for both KL terms")
-    g.add_argument("--use-unbiased-kl", action="store_true", help="weigh the KL loss by the ratio to the old policy (k1, k3)")
+    g.add_argument("--use-unbiased-kl", **SWITCH, help="weigh the KL loss by the ratio to the old policy (k1, k3)")
     g.add_argument("--entropy-coef", type=float, default=0.0, help="entropy bonus")
 
 
@@ -192,7 +197,7 @@ def add_correction(parser):
                    help="weigh the loss by the ratio to the rollout policy, of each token or of the sample")
     g.add_argument("--rollout-is-threshold", metavar="BOUND",
                    help="2.0 truncates weights (TIS); 0.5_2.0 zeroes those outside (IcePop) (default: 2.0)")
-    g.add_argument("--rollout-is-batch-normalize", action="store_true", help="divide the weights by their mean (decoupled only)")
+    g.add_argument("--rollout-is-batch-normalize", **SWITCH, help="divide the weights by their mean (decoupled only)")
     g.add_argument("--rollout-rs", metavar="LIST",
                    help="mask what is too far off: comma list of {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}")
     g.add_argument("--rollout-rs-threshold", metavar="LIST",
@@ -276,7 +281,7 @@ def take_recorded_flags(parser, argv, script):
     first.add_argument("--replay")
     run = first.parse_known_args(argv)[0].replay
     if run is None:
-        return
+        return {}
     path = os.path.join(run, "args.json")
     if not os.path.exists(path):
         raise ValueError(f"--replay {run}: there is no {path}: give the folder of a recorded run")
@@ -286,6 +291,7 @@ def take_recorded_flags(parser, argv, script):
         raise ValueError(f"--replay {run} was recorded by {recorded['script']}: replay it by that script")
     parser.set_defaults(**{name: value for name, value in recorded["flags"].items() if name not in NOT_REPLAYED})
     next(action for action in parser._actions if action.dest == "hf_checkpoint").required = False
+    return recorded
 
 
 def add_debug(parser):
@@ -344,8 +350,10 @@ def derive(args, script):
     args.script = script
     if args.replay_data_only and args.replay:
         args.debug_train_only, args.load_debug_rollout_data = True, samples_path(args.replay)
-        recorded = len(glob.glob(samples_path(args.replay).format(step=0).replace("0" * 7, "*")))
-        args.num_rollout = min(args.num_rollout or recorded, recorded)
+        steps = sum(record["event"] == "trained" for record in Ledger.surviving(os.path.join(args.replay, "ledger.jsonl")))
+        args.num_rollout = min(args.num_rollout or steps, steps)
+        if steps == 0 or not os.path.exists(samples_path(args.replay).format(step=0)):
+            raise ValueError(f"--replay {args.replay} --replay-data-only: no batch was recorded and trained there")
     args.without_engines = bool(args.debug_train_only or args.replay)
     if args.device == "auto":
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -450,6 +458,13 @@ def check_script(args, script):
             raise ValueError(f"--max-lag {args.max_lag} needs train_async.py: train_sync.py is on-policy")
         if k > 1:
             raise ValueError("--update-weights-interval above 1 needs train_async.py: train_sync.py is on-policy")
+    if args.colocate and args.debug_rollout_only:
+        raise ValueError("--colocate lends the engines' memory to a training that --debug-rollout-only leaves out")
+    if args.partial_rollout and script != "train_fully_async.py" and (
+            (args.over_sampling_batch_size or 0) <= args.rollout_batch_size):
+        raise ValueError("--partial-rollout needs --over-sampling-batch-size above --rollout-batch-size: else nothing is aborted")
+    if args.max_lag_policy != "wait" and args.max_lag is None:
+        raise ValueError(f"--max-lag-policy {args.max_lag_policy} needs --max-lag")
     if args.colocate and script != "train_sync.py":
         raise ValueError(f"--colocate needs train_sync.py: in {script} generation and training overlap, on GPUs of their own")
     if script == "train_async.py" and args.max_lag not in (None, 0, 1):
@@ -481,7 +496,7 @@ def check_needs(args):
                         ("rollout_is_batch_normalize", "rollout_is"), ("rollout_rs", "rollout_rs_threshold"),
                         ("rollout_rs_threshold", "rollout_rs"), ("rs_denominator", "rollout_rs"),
                         ("mask_offpolicy_in_partial_rollout", "partial_rollout"), ("parity_max", "parity_interval")):
-        if given(name) and not given(other):
+        if given(name) and not given(other) and getattr(args, name) != args.recorded.get("flags", {}).get(name):
             raise ValueError(f"--{name.replace('_', '-')} needs --{other.replace('_', '-')}")
     critic = args.critic_load or args.critic_lr is not None or args.gamma != 1 or args.lambd != 1
     if critic and args.advantage_estimator != "ppo":
@@ -620,6 +635,9 @@ def check_algorithm(args):
         raise ValueError("--disable-grpo-std-normalization needs --advantage-estimator grpo")
     if args.use_unbiased_kl and args.kl_loss_type == "k2":
         raise ValueError("--use-unbiased-kl needs --kl-loss-type k1 or k3: the ratio makes the gradient of k2 a wrong one")
+    for name in ("lr", "critic_lr") if args.advantage_estimator == "ppo" else ("lr",):
+        if args.min_lr > getattr(args, name):
+            raise ValueError(f"--min-lr {args.min_lr:g} is above --{name.replace('_', '-')} {getattr(args, name):g}")
     if args.overlong_buffer_len and args.overlong_buffer_len > args.rollout_max_response_len:
         raise ValueError(f"--overlong-buffer-len {args.overlong_buffer_len} is more than --rollout-max-response-len "
                          f"{args.rollout_max_response_len}")

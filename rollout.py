@@ -150,11 +150,10 @@ class RolloutManager:
             self.counts["drawn"] += 1
             task = asyncio.create_task(self.run_group(group, self.counts))
             self.tasks.add(task)
-            task.add_done_callback(lambda task, group=group: self.landed(task, group))
+            task.add_done_callback(self.landed)
 
-    def landed(self, task, group):
+    def landed(self, task):
         self.tasks.discard(task)
-        self.stream.landed(group)
         if not task.cancelled() and task.exception():
             self.failure = self.failure or task.exception()
         self.fill()
@@ -171,6 +170,8 @@ class RolloutManager:
                 groups = self.stream.take(step)
                 continue
             self.fill()                            # a drop by lag has opened the gate
+            if self.failure:
+                raise self.failure
             if not self.tasks:
                 if not self.buffer.exhausted:      # cannot be: a dropped group opens the gate
                     raise RuntimeError(f"step {step}: nothing runs, {self.buffer.finished_count} of {self.args.groups_per_step} "
@@ -180,7 +181,7 @@ class RolloutManager:
             self.news.clear()
             await self.news.wait()
         counts = {f"rollout/{name}": n for name, n in self.counts.items()}
-        counts["rollout/dropped_by_lag"] = self.stream.dropped_by_lag
+        counts["rollout/dropped_by_lag"], self.stream.dropped_by_lag = self.stream.dropped_by_lag, 0
         self.counts.clear()                        # in place: groups on their way count into it
         return groups, counts
 
@@ -252,6 +253,8 @@ class RolloutManager:
         finally:
             work.load(-work.tokens)
             del self.works[group.group_id]
+            if self.stream:                        # at once: nobody may see a group running and finished
+                self.stream.landed(group)
 
     def assign(self, group):
         """The least loaded engine, for all samples of the group: they share the prompt's cache. The load counts from here,

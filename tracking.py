@@ -22,7 +22,7 @@ class Tracker:
         self.bar = tqdm(total=args.num_rollout, initial=start_step, unit="step", dynamic_ncols=True, mininterval=1)
         self.version, self.board = None, None
         self.recorded = {}                # step -> row of the run that is replayed; on GPUs sums have no fixed order
-        if args.replay and not args.replay_data_only and args.device == "cpu":
+        if args.replay and not args.replay_data_only and args.device == "cpu" == args.recorded["device"]:
             self.recorded = {row["step"]: row for row in read_rows(os.path.join(args.replay, "metrics.jsonl"))}
         if args.use_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
