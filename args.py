@@ -14,6 +14,7 @@ import os
 import sys
 import time
 
+from buffer import Ledger
 from data import GYM, load_rows
 from rewards import REWARDS
 
@@ -29,9 +30,10 @@ def parse_args(argv=None, script="train_async.py"):
         add(parser)
     show_defaults(parser)
     try:
-        take_recorded_flags(parser, argv, script)
+        recorded = take_recorded_flags(parser, argv, script)
         args, rest = parser.parse_known_args(argv)
         args.flags = dict(vars(args))           # as they were given, for a replay
+        args.recorded = recorded                # {} without --replay
         args.sglang_args = split_sglang(rest)   # derived
         check_sizes(args)
         check_ranges(args)
@@ -55,6 +57,9 @@ def show_defaults(parser):
             action.metavar = action.metavar or "NAME"
 
 
+SWITCH = {"action": argparse.BooleanOptionalAction, "default": False}    # --no-FLAG: a replay may take it back
+
+
 # ---- flags ------------------------------------------------------------------------------------------------
 def add_run(parser):
     g = parser.add_argument_group("run")
@@ -73,8 +78,8 @@ def add_cluster(parser):
     g.add_argument("--actor-num-nodes", type=int, default=1, help="training nodes")
     g.add_argument("--actor-num-gpus-per-node", type=int, default=1, help="training ranks on each node")
     g.add_argument("--rollout-num-gpus", type=int, help="GPUs of all engines together (default: 1)")
-    g.add_argument("--colocate", action="store_true", help="train_sync.py: engines and training ranks share the GPUs; the engines "
-                   "give their memory back while training")
+    g.add_argument("--colocate", action="store_true", help="train_sync.py: engines and training ranks share the "
+                   "GPUs; the engines give their memory back while training")
     g.add_argument("--rollout-num-gpus-per-engine", type=int, default=1, help="tensor parallel size of an engine")
     g.add_argument("--num-gpus-per-node", type=int, default=8, help="GPUs that a node has")
     g.add_argument("--rollout-external-engine-addrs", nargs="+", default=[], metavar="URL",
@@ -154,7 +159,7 @@ def add_algorithm(parser):
     g.add_argument("--advantage-estimator", default="grpo",
                    choices=("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
                    help="see loss.py; ppo has a critic")
-    g.add_argument("--disable-grpo-std-normalization", action="store_true", help="do not divide by the group's std (Dr. GRPO)")
+    g.add_argument("--disable-grpo-std-normalization", **SWITCH, help="do not divide by the group's std (Dr. GRPO)")
     g.add_argument("--custom-advantage-path", metavar="MODULE.FUNCTION",
                    help="own estimator: f(args, batch) -> a number, or one for each token, for each sample")
     g.add_argument("--critic-load", metavar="DIR", help="Hugging Face directory, of the policy's shape, that the critic "
@@ -176,11 +181,11 @@ def add_algorithm(parser):
     g.add_argument("--loss-scale-factor", type=float,
                    help="divisor of seq-mean-token-sum-norm (default: --rollout-max-response-len)")
     g.add_argument("--kl-coef", type=float, default=0.0, help="KL to the reference, taken from the reward")
-    g.add_argument("--use-kl-loss", action="store_true", help="KL to the reference in the loss")
+    g.add_argument("--use-kl-loss", **SWITCH, help="KL to the reference in the loss")
     g.add_argument("--kl-loss-coef", type=float, default=0.0, help="its coefficient")
     g.add_argument("--kl-loss-type", choices=("k1", "k2", "k3", "low_var_kl"), default="low_var_kl",
                    help="estimator, for both KL terms")
-    g.add_argument("--use-unbiased-kl", action="store_true", help="weigh the KL loss by the ratio to the old policy (k1, k3)")
+    g.add_argument("--use-unbiased-kl", **SWITCH, help="weigh the KL loss by the ratio to the old policy (k1, k3)")
     g.add_argument("--entropy-coef", type=float, default=0.0, help="entropy bonus")
 
 
@@ -192,14 +197,14 @@ def add_correction(parser):
                    help="weigh the loss by the ratio to the rollout policy, of each token or of the sample")
     g.add_argument("--rollout-is-threshold", metavar="BOUND",
                    help="2.0 truncates weights (TIS); 0.5_2.0 zeroes those outside (IcePop) (default: 2.0)")
-    g.add_argument("--rollout-is-batch-normalize", action="store_true", help="divide the weights by their mean (decoupled only)")
+    g.add_argument("--rollout-is-batch-normalize", **SWITCH, help="divide the weights by their mean (decoupled only)")
     g.add_argument("--rollout-rs", metavar="LIST",
                    help="mask what is too far off: comma list of {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}")
     g.add_argument("--rollout-rs-threshold", metavar="LIST",
                    help="a bound for each: k1 takes lo_hi of the ratio (hi alone: 1/hi_hi), k2 and k3 an upper bound")
     g.add_argument("--rs-denominator", choices=("kept", "original"), help="tokens that means divide by (default: kept)")
-    g.add_argument("--parity-interval", type=int, help="steps between two measurements of |engine - trainer| log-probs, on the same "
-                   "weights (mismatch) and by age of weights (staleness) (default: none)")
+    g.add_argument("--parity-interval", type=int, help="steps between two measurements of |engine - trainer| log-probs, on "
+                   "the same weights (mismatch) and by age of weights (staleness) (default: none)")
     g.add_argument("--parity-warn", type=float, default=0.05, help="mean mismatch per token that is warned of")
     g.add_argument("--parity-max", type=float, help="mean mismatch per token that ends the run (default: none)")
 
@@ -213,8 +218,8 @@ def add_async(parser):
     g.add_argument("--require-batches", type=int, default=1, help="train_fully_async.py: batches that make a step")
     g.add_argument("--max-lag-policy", choices=("wait", "drop", "mask"), default="wait",
                    help="what keeps --max-lag: waiting for the oldest, dropping them, or no loss on old tokens")
-    g.add_argument("--custom-sampler-path", metavar="MODULE.FUNCTION", help="train_fully_async.py: own choice of a batch among the "
-                   "finished groups, oldest first: f(args, groups, k) -> k of them")
+    g.add_argument("--custom-sampler-path", metavar="MODULE.FUNCTION", help="train_fully_async.py: own choice of a batch "
+                   "among the finished groups, oldest first: f(args, groups, k) -> k of them")
 
 
 def add_optimizer(parser):
@@ -276,7 +281,7 @@ def take_recorded_flags(parser, argv, script):
     first.add_argument("--replay")
     run = first.parse_known_args(argv)[0].replay
     if run is None:
-        return
+        return {}
     path = os.path.join(run, "args.json")
     if not os.path.exists(path):
         raise ValueError(f"--replay {run}: there is no {path}: give the folder of a recorded run")
@@ -286,6 +291,7 @@ def take_recorded_flags(parser, argv, script):
         raise ValueError(f"--replay {run} was recorded by {recorded['script']}: replay it by that script")
     parser.set_defaults(**{name: value for name, value in recorded["flags"].items() if name not in NOT_REPLAYED})
     next(action for action in parser._actions if action.dest == "hf_checkpoint").required = False
+    return recorded
 
 
 def add_debug(parser):
@@ -344,8 +350,10 @@ def derive(args, script):
     args.script = script
     if args.replay_data_only and args.replay:
         args.debug_train_only, args.load_debug_rollout_data = True, samples_path(args.replay)
-        recorded = len(glob.glob(samples_path(args.replay).format(step=0).replace("0" * 7, "*")))
-        args.num_rollout = min(args.num_rollout or recorded, recorded)
+        steps = sum(record["event"] == "trained" for record in Ledger.surviving(os.path.join(args.replay, "ledger.jsonl")))
+        args.num_rollout = min(args.num_rollout or steps, steps)
+        if steps == 0 or not os.path.exists(samples_path(args.replay).format(step=0)):
+            raise ValueError(f"--replay {args.replay} --replay-data-only: no batch was recorded and trained there")
     args.without_engines = bool(args.debug_train_only or args.replay)
     if args.device == "auto":
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -357,8 +365,8 @@ def derive(args, script):
                          f"by tensor x pipeline = {model_parallel}: change --actor-num-gpus-per-node")
     args.data_parallel_size = args.world_size // model_parallel
     if args.colocate and args.rollout_num_gpus not in (None, args.world_size):
-        raise ValueError(f"--colocate: the engines use the GPUs of the {args.world_size} training ranks; leave --rollout-num-gpus "
-                         f"{args.rollout_num_gpus} out")
+        raise ValueError(f"--colocate: the engines use the GPUs of the {args.world_size} training ranks; leave "
+                         f"--rollout-num-gpus {args.rollout_num_gpus} out")
     args.rollout_num_gpus = args.world_size if args.colocate else args.rollout_num_gpus or args.rollout_num_gpus_per_engine
     if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
         raise ValueError(f"--rollout-num-gpus {args.rollout_num_gpus} does not divide by "
@@ -450,6 +458,13 @@ def check_script(args, script):
             raise ValueError(f"--max-lag {args.max_lag} needs train_async.py: train_sync.py is on-policy")
         if k > 1:
             raise ValueError("--update-weights-interval above 1 needs train_async.py: train_sync.py is on-policy")
+    if args.colocate and args.debug_rollout_only:
+        raise ValueError("--colocate lends the engines' memory to a training that --debug-rollout-only leaves out")
+    if args.partial_rollout and script != "train_fully_async.py" and (
+            (args.over_sampling_batch_size or 0) <= args.rollout_batch_size):
+        raise ValueError("--partial-rollout needs --over-sampling-batch-size above --rollout-batch-size: else nothing is aborted")
+    if args.max_lag_policy != "wait" and args.max_lag is None:
+        raise ValueError(f"--max-lag-policy {args.max_lag_policy} needs --max-lag")
     if args.colocate and script != "train_sync.py":
         raise ValueError(f"--colocate needs train_sync.py: in {script} generation and training overlap, on GPUs of their own")
     if script == "train_async.py" and args.max_lag not in (None, 0, 1):
@@ -462,7 +477,8 @@ def check_script(args, script):
             raise ValueError(f"--max-lag 0 is below --update-weights-interval - 1 = {k - 1}")
         return
     if args.debug_rollout_only:
-        raise ValueError("--debug-rollout-only needs train_sync.py or train_async.py: a stream goes on only as fast as it is trained on")
+        raise ValueError("--debug-rollout-only needs train_sync.py or train_async.py: a stream goes on only as fast as it is "
+                         "trained on")
     if args.over_sampling_batch_size:
         raise ValueError("--over-sampling-batch-size: train_fully_async.py runs ahead by --staleness-threshold instead")
     if args.partial_rollout and not args.staleness_threshold:
@@ -480,7 +496,7 @@ def check_needs(args):
                         ("rollout_is_batch_normalize", "rollout_is"), ("rollout_rs", "rollout_rs_threshold"),
                         ("rollout_rs_threshold", "rollout_rs"), ("rs_denominator", "rollout_rs"),
                         ("mask_offpolicy_in_partial_rollout", "partial_rollout"), ("parity_max", "parity_interval")):
-        if given(name) and not given(other):
+        if given(name) and not given(other) and getattr(args, name) != args.recorded.get("flags", {}).get(name):
             raise ValueError(f"--{name.replace('_', '-')} needs --{other.replace('_', '-')}")
     critic = args.critic_load or args.critic_lr is not None or args.gamma != 1 or args.lambd != 1
     if critic and args.advantage_estimator != "ppo":
@@ -590,8 +606,8 @@ def check_combinations(args):
     if args.colocate and args.rollout_external_engine_addrs and args.device == "cuda":
         raise ValueError("--colocate starts the engines on the trainers' GPUs: leave --rollout-external-engine-addrs out")
     if args.colocate and args.device == "cuda" and args.pipeline_model_parallel_size > 1:
-        raise ValueError(f"--colocate: --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: an engine on the GPU of one "
-                         f"stage cannot read the others' weights; use tensor or data parallel ranks")
+        raise ValueError(f"--colocate: --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: an engine on the GPU of "
+                         f"one stage cannot read the others' weights; use tensor or data parallel ranks")
     if args.debug_train_only and not args.load_debug_rollout_data:
         raise ValueError("--debug-train-only needs --load-debug-rollout-data")
     if args.debug_train_only and (args.eval_interval or args.eval_only):
@@ -619,6 +635,9 @@ def check_algorithm(args):
         raise ValueError("--disable-grpo-std-normalization needs --advantage-estimator grpo")
     if args.use_unbiased_kl and args.kl_loss_type == "k2":
         raise ValueError("--use-unbiased-kl needs --kl-loss-type k1 or k3: the ratio makes the gradient of k2 a wrong one")
+    for name in ("lr", "critic_lr") if args.advantage_estimator == "ppo" else ("lr",):
+        if args.min_lr > getattr(args, name):
+            raise ValueError(f"--min-lr {args.min_lr:g} is above --{name.replace('_', '-')} {getattr(args, name):g}")
     if args.overlong_buffer_len and args.overlong_buffer_len > args.rollout_max_response_len:
         raise ValueError(f"--overlong-buffer-len {args.overlong_buffer_len} is more than --rollout-max-response-len "
                          f"{args.rollout_max_response_len}")

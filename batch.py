@@ -89,9 +89,10 @@ def save_groups(path, groups):
     """Writes groups so that load_groups returns them: an .npz with the long lists end to end as arrays (log-probs as float32,
     which is what the trainer takes) and all else as JSON. It is whole when it has its name."""
     samples = [sample for group in groups for sample in group.samples]
-    flat = {name: np.concatenate([np.asarray(getattr(s, name), dtype) for s in samples]) for name, dtype in zip(FLAT_LISTS, DTYPES)}
-    brief = [{**vars(group), "samples": [{**vars(s), **{name: len(getattr(s, name)) for name in FLAT_LISTS}} for s in group.samples]}
-             for group in groups]
+    flat = {name: np.concatenate([np.asarray(getattr(s, name), dtype) for s in samples])
+            for name, dtype in zip(FLAT_LISTS, DTYPES)}
+    brief = [{**vars(group), "samples": [{**vars(s), **{name: len(getattr(s, name)) for name in FLAT_LISTS}}
+                                         for s in group.samples]} for group in groups]
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with open(path + ".tmp", "wb") as f:
         np.savez(f, groups=np.frombuffer(json.dumps(brief).encode(), np.uint8), **flat)

@@ -488,8 +488,8 @@ class Stream:
     """What may start and what makes a batch when generation never stops. No clock and no engine: the rollout manager, the
     tests under a hand-made clock and a simulator drive it alike.
 
-    policy, for --max-lag L: "wait": a step waits for running groups that later steps could not train in time, which the
-    gate keeps to at most one batch for each step; "drop": groups older than L are dropped when a batch is taken; "mask":
+    policy, for --max-lag L: "wait": a step waits for running groups that later steps could not train in time (at step s at
+    most (v + L - s + 1) x required groups of versions up to v are there, by the gate, and each step keeps it so); "drop": groups older than L are dropped when a batch is taken; "mask":
     they are kept, and their old tokens get no loss. sampler(groups, k) -> k of the finished groups (oldest first); None: the
     oldest.
     """
@@ -500,7 +500,7 @@ class Stream:
         self.trained_steps = self.published = trained_steps
         self.running = Counter()                   # oldest version -> groups in flight: whose deadline comes first
         self.born = {}                             # group id -> its entry in `running`
-        self.dropped_by_lag = 0                    # groups, since the start
+        self.dropped_by_lag = 0                    # groups, since somebody set it to 0
 
     def draw(self, k=None):
         """The groups that may start now; k: at most so many of them."""

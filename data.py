@@ -81,6 +81,6 @@ def gym_rows(path):
 
     task, _, options = path.removeprefix(GYM).partition("?")
     options = {name: json.loads(value) for name, value in parse_qsl(options, strict_parsing=bool(options))}
-    entries = reasoning_gym.create_dataset(task, **options)
+    entries = reasoning_gym.create_dataset(task, **{"seed": 0, **options})       # else new ones at each start
     return datasets.Dataset.from_list([{"prompt": entry["question"], "label": str(entry["answer"]),
                                         "metadata": json.dumps(entry["metadata"])} for entry in entries])

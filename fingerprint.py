@@ -35,7 +35,7 @@ def to_int(value):
 
 @torch.no_grad()
 def fingerprint_tensor(t, r0=0, c0=0):
-    """The same as a scalar int64 tensor on t's device: on CUDA it need not be computed yet, so many do not wait for each other."""
+    """The same as a scalar int64 tensor on t's device: on CUDA it may still be in the making, so that none waits for it."""
     if t.dim() not in (1, 2):
         raise ValueError(f"fingerprint: a tensor of 1 or 2 dimensions is needed, not {tuple(t.shape)}")
     t = t[None] if t.dim() == 1 else t

@@ -43,7 +43,7 @@ def grpo_advantages(rewards, group_ids, std_normalization=True):
 
 def rloo_advantages(rewards, group_ids):
     """Reward minus the mean of the *others* of its group: n / (n - 1) x (reward - mean). [S] floats; 0 in a group of one.
-    RLOO: arXiv 2402.14740, eq. of section 2.4."""
+    RLOO: arXiv 2402.14740."""
     mean, n = group_mean(rewards, group_ids)
     return ((torch.as_tensor(rewards, dtype=torch.float64) - mean) * n / (n - 1).clamp(min=1)).tolist()
 
@@ -52,7 +52,7 @@ def reinforce_plus_plus_advantages(rewards, masks, kl=None, kl_coef=0.0):
     """The return of each token, whitened: A_t = reward - kl_coef x (sum of KL from t to the end), no baseline of the group.
 
     rewards: [S] floats; masks, kl: S rows of [n]; KL at masked tokens (tools) does not count. Returns S tensors [n].
-    REINFORCE++: arXiv 2501.03262, eq. of section 3.
+    REINFORCE++: arXiv 2501.03262.
     """
     masks = [torch.as_tensor(mask, dtype=torch.float64) for mask in masks]
     kl = kl if kl is not None else [torch.zeros_like(mask) for mask in masks]
@@ -64,7 +64,7 @@ def reinforce_plus_plus_advantages(rewards, masks, kl=None, kl_coef=0.0):
 
 
 def reinforce_plus_plus_baseline_advantages(rewards, group_ids, masks):
-    """Reward minus the mean of its group, for each token, whitened. Returns S tensors [n]. arXiv 2501.03262, section 3."""
+    """Reward minus the mean of its group, for each token, whitened. Returns S tensors [n]. arXiv 2501.03262."""
     mean, _ = group_mean(rewards, group_ids)
     centred = torch.as_tensor(rewards, dtype=torch.float64) - mean
     return whiten([value.expand(len(mask)) for value, mask in zip(centred, masks)], masks)
@@ -247,7 +247,7 @@ def importance_weights(lr, mask, sample, level, low, high):
     """[N] weights e^lr, 0 where masked. level "sequence": e^(sum of lr over the sample), for each of its tokens.
 
     low None: truncated at `high` (TIS, https://fengyao.notion.site/off-policy-rl); else 0 outside [low, high] (IcePop,
-    arXiv 2510.18855, section 3). Exponents are clamped to +-20.
+    arXiv 2510.18855). Exponents are clamped to +-20.
     """
     lr = torch.where(mask > 0, lr, 0.0)
     weights = (segment_sum(lr, sample) if level == "sequence" else lr).clamp(-20, 20).exp()

@@ -41,7 +41,6 @@ def run(train, args):
         if args.load and step >= (args.num_rollout or 0) and not (args.eval_only or args.save_hf):
             raise ValueError(f"--load {args.load}: the checkpoint has {step} steps already, so --num-rollout {args.num_rollout} "
                              f"leaves nothing to do")
-        write_flags(args)
         start_ray(args)
         signal.signal(signal.SIGTERM, end)                     # Ray has put its own handler there
         trainers, rollout = launch(args, engines)
@@ -49,6 +48,8 @@ def run(train, args):
             checkpoint.load(args, folder, step, trainers, rollout)
         if not (args.eval_only or args.debug_rollout_only):
             print(policies(args), flush=True)
+        if not args.eval_only and step < args.num_rollout:
+            write_flags(args)
         tracker = Tracker(args, step)
         trained = step if args.eval_only else train(args, trainers, rollout, tracker, step)
         finish(args, trained, trainers, rollout, tracker, save=trained > step)
@@ -81,10 +82,12 @@ def take_folder(args):
 
 
 def write_flags(args):
-    """RUN/args.json: what the run was made with, for a replay and for the reader."""
-    if not args.eval_only:
-        with open(os.path.join(args.run_dir, "args.json"), "w") as f:
-            json.dump(vars(args), f, indent=1)
+    """RUN/args.json: what the run is made with, for a replay and for the reader; without the engines' key."""
+    path, words = os.path.join(args.run_dir, "args.json"), args.sglang_args
+    hidden = ["***" if i and words[i - 1] == "--api-key" else word for i, word in enumerate(words) if "--api-key=" not in word]
+    with open(path + ".tmp", "w") as f:
+        json.dump({**vars(args), "sglang_args": hidden, "recorded": None}, f, indent=1)
+    os.replace(path + ".tmp", path)
 
 
 def close(tracker):
@@ -102,6 +105,7 @@ def finish(args, step, trainers, rollout, tracker, save):
     if args.eval_sets and not args.without_engines:
         tracker.note(sync_weights(trainers, rollout, version=step))
         tracker.evaluate(rollout)
+    ray.get(rollout.proved.remote())      # of the last sync, too
     ray.get([trainer.leave_engines.remote() for trainer in trainers])
     tracker.summary()
 
@@ -173,8 +177,7 @@ def launch(args, engines):
     urls = urls or ray.get(starting)
     ray.get(rollout.connect.remote(urls))
     ray.get([trainer.join_engines.remote(urls, uuid.uuid4().hex[:8]) for trainer in trainers])   # a new name for each run
-    old = {"rollout": "the engine's own (bypass)", "recompute": "recomputed by the trainer"}[args.policy_old]
-    print(f"everything is up after {time.time() - started:.0f} s; old log-probs are {old}", flush=True)
+    print(f"everything is up after {time.time() - started:.0f} s", flush=True)
     return trainers, rollout
 
 

@@ -22,12 +22,16 @@ class ReplayManager:
         self.args, self.path = args, f"{args.replay}/ledger.jsonl"
         self.buffer = make_buffer(args, AutoTokenizer.from_pretrained(args.hf_checkpoint))
         self.stream = make_stream(args, self.buffer)
-        self.records = list(Ledger.surviving(self.path))
+        self.records = complete_steps(Ledger.surviving(self.path))
         self.at = 0                       # the next record
-        self.told = set()                 # what the driver's loop has come to: ("batch", step), ("trained", step), ("sync", version)
+        self.told = set()                 # how far the driver's loop is: ("batch", step), ("trained", step), ("sync", version)
         self.published = 0
         self.batches = {}                 # step -> groups, handed out next
         self.news = asyncio.Event()
+        between = [r["step"] for r in self.records if r["event"] == "resume" and r["step"] % args.update_weights_interval]
+        if between and args.policy_old == "recompute":
+            raise ValueError(f"--replay {args.replay} was resumed at step {between[0]}, between two syncs: its old log-probs "
+                             f"were taken anew there, which a run without a stop does not do")
 
     # ---- the interface of RolloutManager ------------------------------------------------------------------
     def ready(self):
@@ -67,6 +71,9 @@ class ReplayManager:
     async def release_memory(self):
         """There is none."""
 
+    async def proved(self):
+        """Nothing was sent."""
+
     def save(self, folder, step):
         save_buffer(self.buffer, folder, step)
 
@@ -77,7 +84,7 @@ class ReplayManager:
         while self.at < len(self.records):
             record = self.records[self.at]
             event = record["event"]
-            if event in ("batch", "trained", "sync") and (event, record["version" if event == "sync" else "step"]) not in self.told:
+            if event in ("batch", "trained", "sync") and (event, record.get("step", record.get("version"))) not in self.told:
                 break
             self.apply(event, record)
             self.at += 1
@@ -105,7 +112,8 @@ class ReplayManager:
             self.depart("the gate is closed")
         group = (self.stream or self.buffer).draw(1)
         if not group or (group[0].group_id, group[0].row, group[0].epoch) != (record["group"], record["row"], record["epoch"]):
-            self.depart(f"the data give {f'group {group[0].group_id}, row {group[0].row}, epoch {group[0].epoch}' if group else 'none'}")
+            found = f"group {group[0].group_id}, row {group[0].row}, epoch {group[0].epoch}" if group else "none"
+            self.depart(f"the data give {found}")
 
     def land(self, event, record):
         """A group comes back as long as it was then. Its new tokens are of the version that is out; their ids come from the file
@@ -156,6 +164,7 @@ class ReplayManager:
 
     def resumed(self, step):
         """The recorded run was resumed here: what was in flight goes back to its prompt."""
+        self.told.add(("sync", step))     # a resume publishes its weights; this loop may have come by without
         self.buffer.load_state(self.buffer.state())
         self.buffer.ledger.resume(step, self.buffer.ledger.seq)
         self.stream = make_stream(self.args, self.buffer, step)
@@ -163,3 +172,12 @@ class ReplayManager:
     def depart(self, why):
         record = {name: value for name, value in self.records[self.at].items() if name != "time"}
         raise ValueError(f"--replay: the replay departs from {self.path} at record {record.pop('seq')}, {record}: {why}")
+
+
+def complete_steps(records):
+    """Without what comes behind the last step: its batch may have been handed out as the run was killed, and not be on disk."""
+    trained = {r["step"] for r in records if r["event"] == "trained"}
+    for i in range(len(records) - 1, -1, -1):
+        if records[i]["event"] == "batch":
+            return records if records[i]["step"] in trained else complete_steps(records[:i])
+    return records

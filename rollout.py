@@ -117,8 +117,8 @@ class RolloutManager:
         seconds = time.time() - started
         for path in filter(None, (self.args.record_path, self.args.save_debug_rollout_data)):
             await asyncio.to_thread(save_groups, path.format(step=step), groups)
-        metrics = {**batch_metrics(self.args, step, groups), **counts, "perf/generate_time": seconds, "sync/check_time": self.check_time,
-                   **self.lane_metrics(seconds)}
+        metrics = {**batch_metrics(self.args, step, groups), **counts, **self.lane_metrics(seconds),
+                   "perf/generate_time": seconds, "sync/check_time": self.check_time}
         if self.buffer:
             metrics.update({f"length_bias/{fate}": bias for fate, bias in self.buffer.length_bias().items()})
         return ray.put(make_batch(self.args, step, groups)), metrics
@@ -150,11 +150,10 @@ class RolloutManager:
             self.counts["drawn"] += 1
             task = asyncio.create_task(self.run_group(group, self.counts))
             self.tasks.add(task)
-            task.add_done_callback(lambda task, group=group: self.landed(task, group))
+            task.add_done_callback(self.landed)
 
-    def landed(self, task, group):
+    def landed(self, task):
         self.tasks.discard(task)
-        self.stream.landed(group)
         if not task.cancelled() and task.exception():
             self.failure = self.failure or task.exception()
         self.fill()
@@ -171,6 +170,8 @@ class RolloutManager:
                 groups = self.stream.take(step)
                 continue
             self.fill()                            # a drop by lag has opened the gate
+            if self.failure:
+                raise self.failure
             if not self.tasks:
                 if not self.buffer.exhausted:      # cannot be: a dropped group opens the gate
                     raise RuntimeError(f"step {step}: nothing runs, {self.buffer.finished_count} of {self.args.groups_per_step} "
@@ -180,7 +181,7 @@ class RolloutManager:
             self.news.clear()
             await self.news.wait()
         counts = {f"rollout/{name}": n for name, n in self.counts.items()}
-        counts["rollout/dropped_by_lag"] = self.stream.dropped_by_lag
+        counts["rollout/dropped_by_lag"], self.stream.dropped_by_lag = self.stream.dropped_by_lag, 0
         self.counts.clear()                        # in place: groups on their way count into it
         return groups, counts
 
@@ -229,7 +230,8 @@ class RolloutManager:
                 f"{counts['drawn']} groups drawn (--max-filter-rounds {self.args.max_filter_rounds:g} batches) and only "
                 f"{self.buffer.finished_count} of {wanted} accepted: {counts['all_right']} were all right, "
                 f"{counts['all_wrong']} all wrong, {rest}; the last one: {self.last_drop}. "
-                + ("Take easier or harder prompts, or more samples per prompt." if counts["all_right"] + counts["all_wrong"] else ""))
+                + ("Take easier or harder prompts, or more samples per prompt."
+                   if counts["all_right"] + counts["all_wrong"] else ""))
 
     async def run_group(self, group, counts):
         """Generates and rewards one group, then puts it where it belongs: finished, dropped, or back into the buffer."""
@@ -251,6 +253,8 @@ class RolloutManager:
         finally:
             work.load(-work.tokens)
             del self.works[group.group_id]
+            if self.stream:                        # at once: nobody may see a group running and finished
+                self.stream.landed(group)
 
     def assign(self, group):
         """The least loaded engine, for all samples of the group: they share the prompt's cache. The load counts from here,
@@ -550,7 +554,8 @@ class RolloutManager:
         """One exchange. A 4xx raises Dropped (the request itself is wrong: trying again cannot help), other failures
         aiohttp.ClientError or asyncio.TimeoutError."""
         if self.session is None:   # needs the running loop. The slots limit connections; a server closes idle ones after 5 s
-            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3), headers=self.headers)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
+            self.session = aiohttp.ClientSession(connector=connector, headers=self.headers)
         limit = aiohttp.ClientTimeout(total=timeout)
         async with self.session.request(method, lane.url + verb, timeout=limit, **kwargs) as r:
             if 400 <= r.status < 500:

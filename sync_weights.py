@@ -45,6 +45,7 @@ def sync_weights(trainers, rollout, version):
     size, seconds = sum(part["bytes"] for part in sent), broadcast - paused
     return {"sync/version": version, "sync/time": time.time() - started, "sync/pause_time": paused - started,
             "sync/broadcast_time": seconds, "sync/publish_time": time.time() - broadcast, "sync/bytes": size,
+            "sync/engine_time": max((part["waited"] for part in sent), default=0.0),      # of the broadcast: waiting for engines
             "sync/gb_per_s": size / max(seconds, 1e-9) / 1e9}
 
 
@@ -110,35 +111,39 @@ class WeightSender:
         """Gathering and flattening bucket i + 1 overlaps the broadcast of bucket i: there are two buffers."""
         if not self.gathers:
             return None
-        tensors = weight_map.hf_tensors(self.ddp, self.hf)
+        views = weight_map.hf_views(self.ddp, self.hf)
         if not (self.source and self.clients or self.in_place):
-            for _ in tensors:      # takes part in gathering
+            for _ in views:        # takes part in gathering
                 pass
             return None
-        shapes, prints, size, flying = {}, [], 0, None
-        for i, bucket in enumerate(buckets(tensors, self.args.update_weight_buffer_size)):
-            flat = self.flatten(bucket, i % 2)
-            if flying:
-                self.land(*flying)
+        shapes, prints, size, flying, waited = {}, [], 0, None, 0.0
+        for i, views_of_bucket in enumerate(buckets(views, self.args.update_weight_buffer_size)):
+            bucket, flat = self.flatten(views_of_bucket, i % 2)
+            waited += self.land(*flying) if flying else 0.0
             flying = self.show(bucket, flat) if self.in_place else self.launch(bucket, flat)
             shapes.update({name: tuple(t.shape) for name, t in bucket})
-            prints += [fingerprint_tensor(t) for _, t in bucket]
+            prints += [fingerprint_tensor(t) for _, t in bucket]           # beside the broadcast, where they lie in the bucket
             size += flat.numel()
-        self.land(*flying)
+        waited += self.land(*flying)
         prints = map(to_int, torch.stack(prints).tolist())         # one wait for all of them
-        return {"expected": {name: (shapes[name], value) for name, value in zip(shapes, prints)}, "bytes": size}
+        return {"expected": {name: (shapes[name], value) for name, value in zip(shapes, prints)}, "bytes": 0 if self.in_place and dist.get_rank() else size, "waited": waited}
 
-    def flatten(self, bucket, which):
-        """Copies the bucket's tensors, end to end as bytes, into one of the two buffers (kept from sync to sync)."""
-        size = sum(t.nbytes for _, t in bucket)
+    def flatten(self, views, which):
+        """Copies tensors, end to end as bytes, into one of the two buffers (kept from sync to sync): the only copy. Returns the
+        tensors where they lie now, [(name, tensor)], and the bytes."""
+        size = sum(view.nbytes for _, view in views)
         if self.buffers[which] is None or self.buffers[which].numel() < size:
-            self.buffers[which] = torch.empty(max(size, 1), dtype=torch.uint8, device=bucket[0][1].device)
-        flat = self.buffers[which][:size]
-        torch.cat([t.reshape(-1).view(torch.uint8) for _, t in bucket], out=flat)
-        return flat
+            self.buffers[which] = torch.empty(max(size, 1), dtype=torch.uint8, device=views[0][1].device)
+        bucket, start = [], 0
+        for name, view in views:
+            place = self.buffers[which][start:start + view.nbytes].view(view.dtype)
+            bucket.append((name, place.view(weight_map.hf_shape(view))))
+            start += view.nbytes
+        torch._foreach_copy_([t.view(view.shape) for (_, t), (_, view) in zip(bucket, views)], [view for _, view in views])
+        return bucket, self.buffers[which][:size]
 
     def launch(self, bucket, flat):
-        """Tells every engine what comes and starts the broadcast. flush_cache=false: true kills a server with waiting requests."""
+        """Tells every engine what comes and starts the broadcast. flush_cache=true would kill a server with requests."""
         names, shapes = [name for name, _ in bucket], [list(t.shape) for _, t in bucket]
         dtypes = [str(t.dtype).removeprefix("torch.") for _, t in bucket]
         asked = [self.pool.submit(client.update_from_distributed, names, dtypes, shapes, self.name)
@@ -154,10 +159,13 @@ class WeightSender:
         return [self.pool.submit(client.update_from_tensor, [handles[i] for i in self.beside]) for client in self.clients], None
 
     def land(self, asked, work):
-        """Waits for one bucket. An engine's refusal surfaces at once, with its name, though the broadcast may hang."""
+        """Waits for one bucket; returns how long. An engine's refusal surfaces at once, with its name, though the broadcast may
+        hang."""
+        started = time.time()
         first_error(asked, self.timeout, "a bucket of weights")
         if work is not None:
             work.wait(datetime.timedelta(seconds=self.timeout))
+        return time.time() - started
 
 
 def ipc_handle(bucket, flat):

@@ -22,7 +22,7 @@ class Tracker:
         self.bar = tqdm(total=args.num_rollout, initial=start_step, unit="step", dynamic_ncols=True, mininterval=1)
         self.version, self.board = None, None
         self.recorded = {}                # step -> row of the run that is replayed; on GPUs sums have no fixed order
-        if args.replay and not args.replay_data_only and args.device == "cpu":
+        if args.replay and not args.replay_data_only and args.device == "cpu" == args.recorded["device"]:
             self.recorded = {row["step"]: row for row in read_rows(os.path.join(args.replay, "metrics.jsonl"))}
         if args.use_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -66,10 +66,10 @@ class Tracker:
 
     def check_parity(self, step, row):
         mismatch, args = row.get("parity/mismatch", 0.0), self.args
-        text = (f"step {step}: engine and trainer differ by {mismatch:.3g} per token in their log-probs of the same tokens on the same "
-                f"weights (parity/mismatch)")
+        text = (f"step {step}: engine and trainer differ by {mismatch:.3g} per token in their log-probs on the "
+                f"same weights (parity/mismatch)")
         if args.parity_max is not None and mismatch > args.parity_max:
-            raise RuntimeError(f"{text}: more than --parity-max {args.parity_max:g}. Sampling flags, dtypes or attention kernels differ")
+            raise RuntimeError(f"{text}: more than --parity-max {args.parity_max:g}. Sampling flags, dtypes or kernels differ")
         if mismatch > args.parity_warn:
             self.say(f"warning: {text}: more than --parity-warn {args.parity_warn:g}")
 
@@ -107,9 +107,9 @@ class Tracker:
         with open(os.path.join(self.args.run_dir, "speed.json"), "w") as f:
             json.dump(s, f, indent=1)
         print(f"speed: {s['sync'] / s['async']:.2f} x train_sync.py with these flags, which would take {s['sync']:.2f} s a step: "
-              f"{s['hidden generation']:+.2f} s by hidden generation, {s['fewer syncs']:+.2f} by fewer syncs. Against other loops: "
-              f"{s['no log-prob pass']:+.2f} where they recompute old log-probs, {s['fewer training GPUs']:+.2f} where they train on "
-              f"all GPUs")
+              f"{s['hidden generation']:+.2f} s by hidden generation, {s['fewer syncs']:+.2f} by fewer syncs. Against other "
+              f"loops: {s['no log-prob pass']:+.2f} where they recompute old log-probs, {s['fewer training GPUs']:+.2f} where they "
+              f"train on all GPUs")
 
     def write_board(self, step, values):
         for name, value in values.items() if self.board else ():

@@ -63,7 +63,7 @@ class TrainWorker:
         updates = [self.plan(batch, range(i, i + size)) for i in range(0, len(batch["tokens"]), size)]
         noted = self.parity(step, batch, [micro for plan in updates for micro in plan])
         noted |= self.add_columns(step, batch, updates)
-        prepared = time.time()            # with --policy-old recompute: the pass for old log-probs lies before
+        prepared = time.time()            # all passes without gradient lie before: old and reference log-probs, values, parity
         sums = [self.update(batch, plan) for plan in updates]
         return {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
                 "perf/train_time": time.time() - started}

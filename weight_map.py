@@ -93,26 +93,43 @@ def load(model, hf, get_tensor):
 
 
 # ---- Megatron -> Hugging Face ---------------------------------------------------------------------------------------
-def to_full(kind, shards, hf):
-    """The tensor-parallel shards of one parameter, in rank order -> its full Hugging Face tensors, contiguous."""
+def to_views(kind, shards, hf):
+    """The tensor-parallel shards of one parameter, in rank order -> its full Hugging Face tensors. Of a single shard they are
+    views, and the caller's copy is the only one. One of more than two dimensions stands for its first three merged."""
+    def joined(dim=0):
+        return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
+
     if kind == "qkv":
         heads, groups = hf.num_attention_heads, hf.num_key_value_heads
-        per_group = torch.cat(shards).unflatten(0, (groups, heads // groups + 2, -1))  # [group, q heads + k + v, dim]
-        return [t.flatten(0, 2) for t in per_group.split([heads // groups, 1, 1], dim=1)]
+        per_group = joined().unflatten(0, (groups, heads // groups + 2, -1))           # [group, q heads + k + v, dim]
+        return per_group.split([heads // groups, 1, 1], dim=1)
     if kind == "gate_up":
-        return [torch.cat(parts) for parts in zip(*(s.chunk(2) for s in shards))]
+        halves = [s.chunk(2) for s in shards]
+        return halves[0] if len(halves) == 1 else [torch.cat(parts) for parts in zip(*halves)]
     if kind == "row":
-        return [torch.cat(shards, dim=1)]
+        return [joined(1)]
     if kind == "vocab":
-        return [torch.cat(shards)[:hf.vocab_size].contiguous()]
-    return [shards[0].clone()]
+        return [joined()[:hf.vocab_size]]
+    return [shards[0]]
+
+
+def hf_shape(view):
+    """Of the Hugging Face tensor that a view of `to_views` stands for."""
+    return torch.Size((view.shape[:3].numel(), *view.shape[3:])) if view.dim() > 2 else view.shape
+
+
+def hf_tensors(model, hf, read=lambda param: param.data):
+    """Yields (Hugging Face name, full tensor) of this pipeline stage: `hf_views`, contiguous. Of a single shard it may be
+    the parameter's own memory."""
+    for name, view in hf_views(model, hf, read):
+        yield name, view.reshape(hf_shape(view)).contiguous()
 
 
 @torch.no_grad()
-def hf_tensors(model, hf, read=lambda param: param.data):
-    """Yields (Hugging Face name, full tensor) of this pipeline stage, in a fixed order, on every rank of its tensor
-    parallel group: all of them must iterate. One Megatron parameter is gathered at a time. The tensors are new memory.
-    `read` says what to export: the weights, or for example `lambda p: p.main_grad`. A tied head is not repeated."""
+def hf_views(model, hf, read=lambda param: param.data):
+    """Yields (Hugging Face name, view) of this pipeline stage, in a fixed order, on every rank of its tensor parallel
+    group: all of them must iterate. One Megatron parameter is gathered at a time. `read` says what to export: the
+    weights, or for example `lambda p: p.main_grad`. A tied head is not repeated."""
     tp, group = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_group()
     for param, kind, names in table(model):
         if names == [HEAD] and hf.tie_word_embeddings:
@@ -122,7 +139,7 @@ def hf_tensors(model, hf, read=lambda param: param.data):
             mine = shards[0].contiguous()
             shards = [torch.empty_like(mine) for _ in range(tp)]
             dist.all_gather(shards, mine, group=group)
-        yield from zip(names, to_full(kind, shards, hf))
+        yield from zip(names, to_views(kind, shards, hf))
 
 
 def save_hf(model, hf, source_dir, out_dir):

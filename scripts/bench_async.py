@@ -18,7 +18,6 @@ import tempfile
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])   # for the actors
-os.environ.setdefault("RAY_worker_niceness", "0")              # Ray's 15 lets whatever else runs here stretch a training step
 
 import ray
 

@@ -6,7 +6,7 @@
     python scripts/bench_train.py 4B --profile                            the kernels that take the time
 
 Counted are the model's operations, 6 for each weight and token (the head at response positions only) and those of causal
-attention; recomputation does not count. Last line: `train 4B 0.47 21034` = that share of the matrix peak measured in this run,
+attention; recomputation does not count. Last line: `train 4B 0.46 13228` = that share of the matrix peak measured in this run,
 tokens per second on all GPUs.
 """
 

@@ -79,15 +79,16 @@ def test_reinforce_plus_plus_against_numpy():
 def test_gae_by_hand_skips_tool_tokens():
     """Values 1, (tool), 2 and reward 3, gamma 1/2, lambda 1/2: delta_2 = 3 - 2, delta_0 = 0 + 2/2 - 1, A_0 = 0 + 1/4."""
     advantages, returns = gae([3.0, 5.0], [[1.0, NAN, 2.0], [4.0]], [[1, 0, 1], [0]], 0.5, 0.5)
-    assert [row.tolist() for row in advantages] == [[0.25, 0, 1], [0]] and [row.tolist() for row in returns] == [[1.25, 0, 3], [0]]
+    assert [row.tolist() for row in advantages] == [[0.25, 0, 1], [0]]
+    assert [row.tolist() for row in returns] == [[1.25, 0, 3], [0]]
 
 
 def test_gae_against_numpy():
     """The sum of (gamma lambda)^l delta over the counted tokens, as if the others had never been; KL from each of them."""
     g = np.random.default_rng(5)
     lengths, gamma, lam = [5, 1, 9, 4], 0.9, 0.8
-    masks, values, kl = [(g.random(n) > 0.3).astype(float) for n in lengths], [g.random(n) for n in lengths], [g.random(n) for n in lengths]
-    rewards = g.random(4)
+    masks = [(g.random(n) > 0.3).astype(float) for n in lengths]
+    (values, kl), rewards = ([g.random(n) for n in lengths] for _ in range(2)), g.random(4)
     got, returns = gae(rewards, values, masks, gamma, lam, kl, 0.3)
     for i, m in enumerate(masks):
         v, r = values[i][m > 0], -0.3 * kl[i][m > 0]
@@ -99,7 +100,8 @@ def test_gae_against_numpy():
         assert returns[i][m > 0].numpy() == pytest.approx(np.array(want) + v)
 
 
-@pytest.mark.parametrize("value, old, target, want, clipped", [(1.0, 1.0, 3.0, 2.0, 0), (1.5, 1.0, 3.0, 1.62, 1), (1.5, 1.0, 0.0, 1.125, 0)])
+@pytest.mark.parametrize("value, old, target, want, clipped", [
+    (1.0, 1.0, 3.0, 2.0, 0), (1.5, 1.0, 3.0, 1.62, 1), (1.5, 1.0, 0.0, 1.125, 0)])
 def test_value_loss_by_hand(value, old, target, want, clipped):
     """Clipped to 1.2: (1.2 - 3)^2 / 2 = 1.62 counts, being worse than 1.125; where the target is behind, the plain loss does."""
     loss, was = value_loss(double(value), double(old), double(target), 0.2)

@@ -15,7 +15,7 @@ from buffer import Ledger
 RUNS = int(os.environ.get("OFFBEAT_REPLAYS", 6))
 MODES = [                                    # script, flags
     ("train_fully_async.py", dict(staleness_threshold=1.0, partial_rollout=True, max_lag=2)),
-    ("train_fully_async.py", dict(staleness_threshold=1.0, partial_rollout=True, update_weights_interval=2,
+    ("train_fully_async.py", dict(staleness_threshold=1.0, partial_rollout=True, update_weights_interval=2, max_lag=3,
                                   custom_sampler_path="test_replay.youngest")),
     ("train_async.py", dict(over_sampling_batch_size=8, partial_rollout=True)),
     ("train_fully_async.py", dict(staleness_threshold=0.5, dynamic_sampling_filter_path="test_replay.most", max_lag=2,
@@ -116,11 +116,14 @@ def test_a_replay_departs_by_name(model, urls, tmp_path):
 
 
 @pytest.mark.contract
-def test_a_record_that_was_interrupted_and_resumed_replays_as_one_run(model, urls, tmp_path):
-    """A run over 4 steps, resumed to 6 (groups in flight at the save are generated anew): its record is one run of 6."""
-    script, folder = record(0, model, urls, str(tmp_path), num_rollout=4, save_interval=2)
-    shutil.rmtree(os.path.join(folder, "checkpoints", "step_0000004"))        # as if killed after step 2 was saved
-    flags = {**MODES[0][1], "num_rollout": STEPS, "save_interval": 2, "rollout_max_response_len": 24, "seed": 0}
+@pytest.mark.parametrize("number, killed", [(0, True), (0, False), (1, False), (2, True), (2, False)])
+def test_a_record_that_was_interrupted_and_resumed_replays_as_one_run(number, killed, model, urls, tmp_path):
+    """A run over 4 steps, resumed to 6: its record is one run of 6. Resumed from its end, it publishes version 4 before the batch
+    of step 4 is generated, where a run without a stop does so behind it."""
+    script, folder = record(number, model, urls, str(tmp_path), num_rollout=4, save_interval=2)
+    if killed:                                                                # after step 2 was saved
+        shutil.rmtree(os.path.join(folder, "checkpoints", "step_0000004"))
+    flags = {**MODES[number][1], "num_rollout": STEPS, "save_interval": 2, "rollout_max_response_len": 24, "seed": number}
     light.succeed(script, harness.flags(model, tmp_path, "recorded", urls, load=folder, **flags))
     assert any(r["event"] == "resume" for r in Ledger.surviving(os.path.join(folder, "ledger.jsonl")))
     status, output = replay(script, folder)
@@ -140,6 +143,36 @@ def test_a_record_trains_on_under_other_flags_of_the_loss(model, urls, tmp_path)
     assert not harness.same_bits(state["recorded"]["model"], state["other"]["model"])
     rewards = [[row["rollout/reward"] for row in harness.metrics(tmp_path, name)] for name in ("recorded", "other")]
     assert rewards[0] == rewards[1]
+
+
+@pytest.mark.contract
+def test_a_record_that_ends_with_a_batch_that_was_not_trained_replays_up_to_it(model, urls, tmp_path):
+    """As a kill leaves it between the ledger's record of a batch and the file of its samples."""
+    script, folder = record(0, model, urls, str(tmp_path), num_rollout=4)
+    ledger, kept = os.path.join(folder, "ledger.jsonl"), []
+    with open(ledger) as f:
+        for line in f:
+            kept.append(line)
+            if json.loads(line)["event"] == "batch" and json.loads(line)["step"] == 3:
+                break
+    with open(ledger, "w") as f:
+        f.writelines(kept)
+    os.remove(os.path.join(folder, "samples", "step_0000003.npz"))
+    status, output = replay(script, folder)
+    assert status == 0 and "the record ends before step 3" in output
+    assert [row["step"] for row in harness.metrics(tmp_path, "replayed")] == [0, 1, 2]
+
+
+@pytest.mark.contract
+def test_a_recorded_flag_of_the_loss_can_be_taken_back(model, urls, tmp_path):
+    script, folder = record(4, model, urls, str(tmp_path), policy_old="recompute", rollout_is="token", rollout_is_threshold="2.0",
+                            use_kl_loss=True, kl_loss_coef=0.1)
+    status, output = replay(script, folder, "--replay-data-only", "--rollout-is", "none", "--no-use-kl-loss")
+    assert status == 0, output[-3000:]
+    rows = [harness.metrics(tmp_path, name) for name in ("recorded", "replayed")]
+    assert "train/kl" in rows[0][0] and "train/kl" not in rows[1][0]
+    with open(os.path.join(folder, "args.json")) as f:
+        assert json.load(f)["flags"]["use_kl_loss"] is True                   # the record is as it was
 
 
 def test_what_cannot_be_replayed_is_refused_at_the_start(model, urls, tmp_path):

@@ -392,7 +392,7 @@ def test_the_dynamic_filter_sees_the_reward_without_the_overlong_penalty(make):
     """Answers of different lengths, all right: the penalty would spread their rewards, and there is nothing to learn."""
     manager = make({"lengths": "25:3,25:4,25:5,25:6"}, custom_rm_path="test_rollout.always_right", dynamic_sampling_filter=True,
                    overlong_buffer_len=6, max_filter_rounds=2)
-    with pytest.raises(RuntimeError, match="only 0 of 4 accepted: 1. were all right, 0 all wrong"):
+    with pytest.raises(RuntimeError, match=r"only 0 of 4 accepted: \d+ were all right, 0 all wrong"):
         run(manager.next_groups(0), manager)
 
 

@@ -1,6 +1,7 @@
 """The whole stack as a user starts it: scripts as subprocesses, SGLang and all. Slow, so only what needs it."""
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -13,17 +14,30 @@ from buffer import Ledger
 
 @pytest.mark.contract
 def test_kill_9_with_a_real_engine_and_resume(tmp_path):
-    """The server dies with the run, and the resumed run trains every prompt exactly once."""
-    model = harness.make_model(tmp_path)
-    settings = dict(num_rollout=12, save_interval=2, lr=1e-3)
-    path = str(tmp_path / "runs" / "cut" / "ledger.jsonl")
-    process = harness.start("train_async.py", harness.flags(model, tmp_path / "runs", "cut", **settings))
-    harness.interrupt(process, lambda: any(r["event"] == "trained" and r["step"] == 4 for r in harness.read_jsonl(path)), signal.SIGKILL)
-    harness.succeed("train_async.py", harness.flags(model, tmp_path / "runs", "cut", **settings, load=str(tmp_path / "runs" / "cut")))
-    outcomes = Ledger.outcomes(path)
-    assert len(outcomes) == 48 and all(group["outcome"] == "trained" for group in outcomes.values())
-    assert [row["step"] for row in harness.metrics(tmp_path / "runs", "cut")] == list(range(12))
-    assert all(row["train/logprob_abs_diff"] < 0.5 for row in harness.metrics(tmp_path / "runs", "cut"))
+    """The server dies with the run, and the resumed run trains every prompt exactly once. OFFBEAT_STACK_KILLS=6 asks for more
+    kills than one, each at the n-th record of a kind behind a save."""
+    model, draw, out = harness.make_model(tmp_path), random.Random(0), tmp_path / "runs"
+    settings, load = dict(num_rollout=12, save_interval=2, lr=1e-3), {}
+    path = str(out / "cut" / "ledger.jsonl")
+    for _ in range(int(os.environ.get("OFFBEAT_STACK_KILLS", 1))):
+        event, count, before = draw.choice(("draw", "submit", "finish", "batch", "trained", "sync")), draw.randint(1, 4), None
+
+        def come():
+            nonlocal before
+            records = harness.read_jsonl(path)
+            if before is None and any(r["event"] == "save" for r in records) and (not load or records[-1]["event"] != "resume"):
+                before = len(records)
+            return before is not None and sum(r["event"] == event for r in records[before:]) >= count
+
+        process = harness.start("train_async.py", harness.flags(model, out, "cut", **settings, **load))
+        harness.interrupt(process, come, signal.SIGKILL)
+        print(f"killed at the {count}. {event} behind a save, after step {len(harness.metrics(out, 'cut'))}")
+        load, settings["num_rollout"] = {"load": str(out / "cut")}, settings["num_rollout"] + 6
+    harness.succeed("train_async.py", harness.flags(model, out, "cut", **settings, **load))
+    outcomes, steps = Ledger.outcomes(path), settings["num_rollout"]
+    assert len(outcomes) == 4 * steps and all(group["outcome"] == "trained" for group in outcomes.values())
+    assert [row["step"] for row in harness.metrics(out, "cut")] == list(range(steps))
+    assert all(row["train/logprob_abs_diff"] < 0.5 for row in harness.metrics(out, "cut"))
 
 
 @pytest.mark.contract
@@ -33,7 +47,8 @@ def test_quick_start_learns(tmp_path):
     done = subprocess.run(["bash", os.path.join(harness.ROOT, "scripts", "quickstart.sh"), "--num-rollout", "40", "--output-dir",
                            str(tmp_path), "--run-name", "quick"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    before, after = map(float, re.fullmatch(r"eval_reward (\d\.\d+) -> (\d\.\d+)", done.stdout.strip().splitlines()[-1]).groups())
+    last = done.stdout.strip().splitlines()[-1]
+    before, after = map(float, re.fullmatch(r"eval_reward (\d\.\d+) -> (\d\.\d+)", last).groups())
     assert after - before > 0.1
     rows = harness.metrics(tmp_path, "quick")
     assert [(row["staleness/min"], row["staleness/max"]) for row in rows] == [(0, 0)] + [(1, 1)] * 39

@@ -186,7 +186,8 @@ def corrected_reference(model, batches, case):
                 for i, _, _, kept, _ in parts:
                     v, target = token_values(critic, batch["tokens"][i], batch["response_lengths"][i]), torch.tensor(returns[i])
                     bounded = torch.minimum(torch.maximum(v, before[i] - 0.05), before[i] + 0.05)
-                    value_loss = value_loss + (torch.maximum((v - target) ** 2, (bounded - target) ** 2) / 2 * kept).sum() / sum(counts)
+                    value = torch.maximum((v - target) ** 2, (bounded - target) ** 2) / 2
+                    value_loss = value_loss + (value * kept).sum() / sum(counts)
                 losses[-1] += (value_loss.item(), update(critic, critic_adam, value_loss))
     return network.state_dict(), losses, 1 - kept_tokens / tokens
 
