@@ -6,6 +6,7 @@
 
 import argparse
 import os
+import random
 import re
 import shutil
 import signal
@@ -165,16 +166,21 @@ def api_key(args):
     return parser.parse_known_args(args.sglang_args)[0].api_key
 
 
+PORTS = range(20000, 32768)   # below those that the kernel gives to connections: one of these could be taken before it is used
+
+
 def pick_port(wanted, host, who):
     """A free port of `host`, or `wanted` when given. EngineError if that is taken."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)   # a port in TIME_WAIT is free
-        try:
-            s.bind((host, wanted or 0))
-        except OSError as error:
-            raise EngineError(f"{who}: start: --sglang-port: {host}:{wanted} is not free ({error.strerror}); "
-                              f"choose another, or leave the flag out") from None
-        return s.getsockname()[1]
+    for port in [wanted] if wanted else random.SystemRandom().sample(PORTS, 100):      # not a seeded one: two would meet
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)   # a port in TIME_WAIT is free
+            try:
+                s.bind((host, port))
+                return port
+            except OSError as error:
+                problem = error.strerror
+    raise EngineError(f"{who}: start: --sglang-port: {host}:{port} is not free ({problem}); choose another"
+                      + (", or leave the flag out" if wanted else ""))
 
 
 def free_address():

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import random
-import socket
 import time
 import traceback
 from argparse import Namespace
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine import pick_port
 from fingerprint import check_fingerprints, fingerprint
 
 STEPS, TEMPERATURE, ENTROPY = 5, 0.7, 0.05
@@ -436,9 +436,7 @@ def outcome(folder):
             if not os.path.exists(os.path.join(folder, name)):
                 reference(name)["initial"].save_pretrained(os.path.join(folder, name))
         torch.save({c[2]: reference(c[2]) for c in mine}, os.path.join(folder, f"references{world}.pt"))
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = pick_port(None, "127.0.0.1", "rendezvous")
         multiprocessing.set_forkserver_preload(["model"])  # imported once for all processes
         context = mp.start_processes(worker, (world, port, mine, folder), world, join=False, start_method="forkserver")
         deadline = time.time() + 240

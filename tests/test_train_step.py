@@ -2,7 +2,6 @@
 
 import copy
 import os
-import socket
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch.multiprocessing as mp
 
 import harness
 from args import parse_args
+from engine import pick_port
 
 # a large eps: with 1e-8 Adam turns the last bits of a gradient near 0 into whole steps
 FLAGS = dict(lr=2e-3, adam_beta2=0.95, adam_eps=1e-3, clip_grad=0.5, weight_decay=0.1, global_batch_size=8, rollout_temperature=0.7,
@@ -253,9 +253,7 @@ class Masters:
     def __init__(self, cases):
         self.ports = {}
         for name, policy_old, _ in cases:
-            with socket.socket() as s:
-                s.bind(("127.0.0.1", 0))
-                self.ports[name, policy_old] = s.getsockname()[1]
+            self.ports[name, policy_old] = pick_port(None, "127.0.0.1", "rendezvous")
 
     def __call__(self, name, policy_old):
         return f"127.0.0.1:{self.ports[name, policy_old]}"
