@@ -527,19 +527,19 @@ class Stream:
         """Whether the batch of `step` can be taken."""
         if self.gate.max_lag is not None and self.policy == "drop":
             self.dropped_by_lag += self.buffer.drop_older(step - self.gate.max_lag, "lag")
-        if self.gate.max_lag is not None and self.policy == "wait" and self.spare(step, self.running) < 0:
+        if self.gate.max_lag is not None and self.policy == "wait" and self.too_many(step, self.running):
             return False                           # not all of what runs could be trained in time
         return self.buffer.finished_count >= self.gate.required
 
-    def spare(self, step, waiting):
-        """Room that the steps after `step` have beyond the groups in `waiting` (oldest version -> how many), each of which is
-        due by the step version + max_lag: the smallest over the deadlines. Below 0: so many would be too late."""
-        due, smallest = 0, self.gate.required
+    def too_many(self, step, waiting):
+        """How many of the groups in `waiting` (oldest version -> how many), each of which is due by the step version + max_lag,
+        the steps after `step` could not train in time: the most over the deadlines."""
+        due, most = 0, 0
         for version in sorted(waiting):
             due += waiting[version]
             steps = max(0, version + self.gate.max_lag - step)
-            smallest = min(smallest, steps * self.gate.required - due)
-        return smallest
+            most = max(most, due - steps * self.gate.required)
+        return most
 
     def take(self, step):
         """The batch of `step`. With a sampler, those of the oldest groups are in it that could not be trained in time else."""
@@ -554,8 +554,7 @@ class Stream:
         """How many of `groups`, the finished ones, oldest first, cannot wait for a later step."""
         if self.gate.max_lag is None or self.policy != "wait":
             return 0
-        waiting = self.running + Counter(group.oldest_version or 0 for group in groups)
-        return max(0, -self.spare(step, waiting))
+        return self.too_many(step, self.running + Counter(group.oldest_version or 0 for group in groups))
 
     def sample(self, step, groups, k):
         """k distinct ones of `groups`, as the sampler says. ValueError for anything else that it says."""

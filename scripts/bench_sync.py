@@ -25,6 +25,7 @@ from args import parse_args
 from engine import free_address
 from shapes import make_shape
 from sync_weights import sync_weights
+from trainer import TrainWorker
 
 
 class Sender:
@@ -41,14 +42,7 @@ class Sender:
     def ready(self):
         pass
 
-    def join_engines(self, urls, group):
-        self.sender.join(urls, group)
-
-    def leave_engines(self):
-        self.sender.leave()
-
-    def send_weights(self):
-        return self.sender.send()
+    join_engines, leave_engines, send_weights = TrainWorker.join_engines, TrainWorker.leave_engines, TrainWorker.send_weights
 
 
 class Raw:

@@ -15,7 +15,6 @@ import asyncio
 import collections
 import datetime
 import hashlib
-import json
 import os
 import signal
 import subprocess
