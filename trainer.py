@@ -5,6 +5,7 @@ computed by each of them alike, without any communication; only log-probs and gr
 """
 
 import contextlib
+import math
 import os
 import time
 
@@ -50,6 +51,7 @@ class TrainWorker:
         self.published = {}                                # version -> copy of its weights; kept around a parity step
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.sender = WeightSender(args, self.model, self.hf)
+        self.steps = None                                  # that were trained, once one was in this process
 
     def ready(self):
         """Answers once the constructor is through: an error in it surfaces here."""
@@ -64,7 +66,9 @@ class TrainWorker:
         noted = self.parity(step, batch, [micro for plan in updates for micro in plan])
         noted |= self.add_columns(step, batch, updates)
         prepared = time.time()            # all passes without gradient lie before: old and reference log-probs, values, parity
+        self.steps = math.nan              # from here to the end the weights are of no step
         sums = [self.update(batch, plan) for plan in updates]
+        self.steps = step + 1
         return {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
                 "perf/train_time": time.time() - started}
 
@@ -276,6 +280,10 @@ class TrainWorker:
     def head(self, network, hidden, packed, entropy=False):
         return model.token_logprobs(network, hidden, packed.labels, self.args.rollout_temperature,
                                     chunk=self.args.log_probs_chunk_size, entropy=entropy)
+
+    def trained_steps(self):
+        """Steps in the weights; None: as many as were loaded."""
+        return self.steps
 
     # ---- weights ------------------------------------------------------------------------------------------
     def gpu(self):

@@ -112,6 +112,9 @@ class TinyWorker:
     def leave_engines(self):
         pass
 
+    def trained_steps(self):
+        return len(self.batches)
+
     def train(self, step, batch):
         started = time.time()
         time.sleep(0.02)       # so that something can happen meanwhile
@@ -153,12 +156,19 @@ def life(script, words, worker, prepare, path):
     placement.run(importlib.import_module(script.removesuffix(".py")).train, parse_args(words, script=script))
 
 
-def start(script, words, worker=TrainWorker, prepare=None):
-    """Forks a run; prepare() is called in it first. Returns (process, path of its output)."""
+def server():
+    """The context of the server, once for all runs, that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["light"])
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([harness.ROOT, harness.TESTS]), CUDA_VISIBLE_DEVICES=""):
-        forkserver.ensure_running()        # once for all runs
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([harness.ROOT, harness.TESTS]), CUDA_VISIBLE_DEVICES="",
+                         TORCH_CPP_LOG_LEVEL="ERROR"):
+        forkserver.ensure_running()
+    return context
+
+
+def start(script, words, worker=TrainWorker, prepare=None):
+    """Forks a run; prepare() is called in it first. Returns (process, path of its output)."""
+    context = server()
     handle, path = tempfile.mkstemp(prefix="light-", suffix=".log")
     os.close(handle)
     process = context.Process(target=life, args=(script, words, worker, prepare, path))
