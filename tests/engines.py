@@ -7,8 +7,12 @@ import socket
 import threading
 import time
 
+import requests
+
 import light
 import scripted_engine
+
+NONSENSE = ("missing_logprobs", "null_logprobs", "nan_logprobs", "short_logprobs")
 
 
 def free_port():
@@ -62,6 +66,13 @@ class Engines:
     def signal(self, i, how):
         if self.processes[i]:
             os.kill(self.processes[i].pid, how)
+
+    def script(self, i, **orders):
+        """See scripted_engine.Engine.script. One that is down needs no order."""
+        try:
+            requests.post(f"{self.urls[i]}/script", json=orders, timeout=2)
+        except requests.RequestException:
+            pass
 
     def stop(self):
         self.ended = True

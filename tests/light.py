@@ -122,10 +122,16 @@ class TinyWorker:
                              "rollout_logprobs": [logprobs.tolist() for logprobs in batch["rollout_logprobs"]]})
         return {"perf/train_time": time.time() - started}
 
+    def digest(self):
+        return hashlib.sha256(json.dumps(self.batches).encode()).hexdigest()
+
     def send_weights(self):
-        digest = hashlib.sha256(json.dumps(self.batches).encode()).hexdigest()
+        digest = self.digest()
         for url in self.urls:
-            requests.post(f"{url}/script", json={"weights": digest}, timeout=10).raise_for_status()
+            try:
+                requests.post(f"{url}/script", json={"weights": digest}, timeout=10).raise_for_status()
+            except requests.RequestException as error:
+                raise engine.EngineError(f"engine {url}: weights: {error}", url) from None
 
     def save(self, folder):
         with open(os.path.join(folder, "rank_00000.pt"), "w") as f:
