@@ -66,7 +66,7 @@ class TrainWorker:
         prepared = time.time()            # all passes without gradient lie before: old and reference log-probs, values, parity
         sums = [self.update(batch, plan) for plan in updates]
         return {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
-                "perf/train_time": time.time() - started}
+                "perf/train_time": time.time() - started, "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9}
 
     def plan(self, batch, indices):
         """Cuts the samples `indices` into micro-batches. Returns this rank's list of lists of sample indices."""

@@ -93,12 +93,12 @@ def parse(argv=None):
     return options, flags
 
 
-def write_prompts(model, count=4096):
-    """Prompts of --prompt-tokens characters, which is as many tokens; all different, so that none is in the cache."""
+def write_prompts(model, tokens, name="prompts", rows=4096):
+    """Prompts of so many digits, each a token; all different, so that none is in the cache. Returns the file's path."""
     draw = random.Random(0)
-    path = os.path.join(os.path.dirname(model), "prompts.jsonl")
+    path = os.path.join(os.path.dirname(model), f"{name}.jsonl")
     with open(path, "w") as f:
-        f.writelines(json.dumps({"prompt": "".join(draw.choices("0123456789", k=count)), "label": ""}) + "\n" for _ in range(4096))
+        f.writelines(json.dumps({"prompt": "".join(draw.choices("0123456789", k=tokens)), "label": ""}) + "\n" for _ in range(rows))
     return path
 
 

@@ -94,11 +94,13 @@ def stop(servers):
 
 
 class Memory:
-    """Watches the memory of the GPUs' processes, as the driver counts it: both sides' peaks, and the least that an engine kept
-    after its peak. Where there is no GPU it says nothing."""
+    """Watches the memory of the processes on a GPU, as its driver counts it: both sides' peaks, and the least that the engine
+    kept after its peak, which is what it had while training. gpu: an id of hold_gpus."""
 
-    def __init__(self):
-        self.seen, self.end = {}, threading.Event()            # "engine" or "trainer" -> bytes at each look
+    def __init__(self, gpu):
+        self.gpu = int(gpu or 0)
+        self.seen, self.problem = {}, None                     # "engine", "trainer" or "in use" -> bytes at each look
+        self.end = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
 
     def __enter__(self):
@@ -113,16 +115,16 @@ class Memory:
         try:
             import pynvml
             pynvml.nvmlInit()
-            gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(self.gpu)
             while not self.end.wait(0.1):
-                self.look(pynvml, gpus)
-        except Exception as error:
+                self.look(pynvml, gpu)
+        except Exception as error:                             # a measurement must not end the run; the summary says why
             self.problem = f"{type(error).__name__}: {error}"
 
-    def look(self, pynvml, gpus):
+    def look(self, pynvml, gpu):
         import psutil
-        sums = {"in use": max(pynvml.nvmlDeviceGetMemoryInfo(gpu).used for gpu in gpus)}
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpus[0]):
+        sums = {"in use": pynvml.nvmlDeviceGetMemoryInfo(gpu).used}
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu):
             try:
                 name = " ".join(psutil.Process(process.pid).cmdline()[:2])
             except psutil.Error:
@@ -132,9 +134,12 @@ class Memory:
         for side, size in sums.items():
             self.seen.setdefault(side, []).append(size)
 
-    def say(self):
-        for side, sizes in self.seen.items():
-            peak = max(range(len(sizes)), key=sizes.__getitem__)
-            print(f"memory, {side}: at most {sizes[peak] / 1e9:.1f} GB, after that at least {min(sizes[peak:]) / 1e9:.1f} GB", flush=True)
-        if not self.seen:
-            print(f"memory: not measured ({getattr(self, 'problem', 'too short')})", flush=True)
+    def summary(self):
+        """Such as "trainer 12.3 engine 57.0 released to 1.2 GB"."""
+        if "engine" not in self.seen:
+            sizes = ", ".join(f"{side} {min(sizes) / 1e9:.1f} to {max(sizes) / 1e9:.1f} GB" for side, sizes in self.seen.items())
+            return f"{sizes or 'not measured'} ({self.problem or 'no engine was seen'})"
+        engine = self.seen["engine"]
+        least = min(engine[engine.index(max(engine)):])
+        return (f"trainer {max(self.seen.get('trainer', [0])) / 1e9:.1f} engine {max(engine) / 1e9:.1f} released to {least / 1e9:.1f} of "
+                f"{max(self.seen['in use']) / 1e9:.1f} GB together")
