@@ -1,4 +1,4 @@
-"""Model directories without weights: configs of the Qwen3 family and of Qwen2.5-3B, and a tokenizer that serves for any of them. What is timed
+"""Model directories without weights: configs of the Qwen3 and Qwen2.5 families, and a tokenizer that serves for any of them. What is timed
 on them does not depend on what the numbers are: the engine loads dummy weights, the trainer random ones."""
 
 import json
@@ -9,7 +9,8 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 
 # hidden, layers, heads, intermediate, tied head, key-value heads; heads are of 128 and there are 151,936 tokens everywhere
 SHAPES = {"0.6B": (1024, 28, 16, 3072, True, 8), "1.7B": (2048, 28, 16, 6144, True, 8), "4B": (2560, 36, 32, 9728, True, 8),
-          "8B": (4096, 36, 32, 12288, False, 8), "2.5-3B": (2048, 36, 16, 11008, True, 2)}      # the last: Qwen2.5, not Qwen3
+          "8B": (4096, 36, 32, 12288, False, 8),
+          "2.5-1.5B": (1536, 28, 12, 8960, True, 2), "2.5-3B": (2048, 36, 16, 11008, True, 2)}       # Qwen2.5: a smaller KV cache
 
 
 def make_shape(name, folder):
