@@ -1,12 +1,12 @@
 """What the asynchronous modes gain on two GPUs, in samples trained per second, where answers have a long tail.
 
-    python scripts/gpu/bench_async_gpu.py [--sglang-...]                  Qwen3-0.6B's shape, 16 groups of 8 samples
-    python scripts/gpu/bench_async_gpu.py --shape 2.5-3B --groups 48      any other flag goes to train_*.py or the server
-    python scripts/gpu/bench_async_gpu.py --device cpu                    a rehearsal: the tiny model, lengths / 64
+    python scripts/gpu/bench_async_gpu.py [--sglang-...]         Qwen3-0.6B's shape, 16 groups of 8 samples
+    python scripts/gpu/bench_async_gpu.py --shape 2.5-3B --groups 32 --prompt-tokens 1024 --threshold 2 --max-tokens-per-gpu 9216
+    python scripts/gpu/bench_async_gpu.py --device cpu           a rehearsal: the tiny model, lengths / 64
 
-Everything is real: SGLang, Megatron, Ray, the weight sync. Weights are random, and so that this does not matter each sample has to
-be of a given length: lognormal, median 512, 1 % above 8,192, where it is cut; the same in every arm, since it follows from the
-prompt's row and the sample's index alone.
+Any other flag goes to train_*.py or the server. Everything is real: SGLang, Megatron, Ray, the weight sync. Weights are random, and
+so that this does not matter each sample has to be of a given length: lognormal, median 512, 1 % above 8,192, where it is cut; the
+same in every arm, since it follows from the prompt's row and the sample's index alone.
 
     sync           train_sync.py --colocate: both GPUs generate, then both train
     one_step_off   train_async.py, one GPU each
@@ -80,8 +80,8 @@ def parse(argv=None):
     parser.add_argument("--groups", type=int, default=16, help="groups of a step")
     parser.add_argument("--samples", type=int, default=8, help="samples of a group")
     parser.add_argument("--threshold", type=float, default=1.0, help="--staleness-threshold of stale and partial")
-    parser.add_argument("--steps", type=int, default=2, help="steps that are counted; partial, whose steps are short, has 3 times as "
-                        "many")
+    parser.add_argument("--steps", type=int, default=2, help="steps that are counted; partial, whose steps are short, has "
+                        "3 times as many")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="arms to run; sync always is")
     parser.add_argument("--output-dir", default=os.path.join(ROOT, "runs", "bench_async_gpu"), help="folder of the runs")
@@ -97,8 +97,9 @@ def write_prompts(model, tokens, name="prompts", rows=4096):
     """Prompts of so many digits, each a token; all different, so that none is in the cache. Returns the file's path."""
     draw = random.Random(0)
     path = os.path.join(os.path.dirname(model), f"{name}.jsonl")
+    prompts = ("".join(draw.choices("0123456789", k=tokens)) for _ in range(rows))
     with open(path, "w") as f:
-        f.writelines(json.dumps({"prompt": "".join(draw.choices("0123456789", k=tokens)), "label": ""}) + "\n" for _ in range(rows))
+        f.writelines(json.dumps({"prompt": prompt, "label": ""}) + "\n" for prompt in prompts)
     return path
 
 
@@ -111,8 +112,8 @@ def arm_args(name, model, prompts, options, flags, num_rollout):
     words = ["--hf-checkpoint", model, "--prompt-data", prompts, "--output-dir", options.output_dir, "--run-name", name,
              "--num-rollout", str(num_rollout), "--rollout-batch-size", str(options.groups),
              "--n-samples-per-prompt", str(options.samples), "--rollout-max-prompt-len", str(options.prompt_tokens),
-             "--rollout-max-response-len", str(options.longest), "--custom-rm-path", "harness.token_reward", "--policy-old", "rollout",
-             "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(max(2 * options.longest, longest)), "--no-record",
+             "--rollout-max-response-len", str(options.longest), "--custom-rm-path", "harness.token_reward",
+             "--policy-old", "rollout", "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(max(2 * options.longest, longest)), "--no-record",
              "--use-distributed-optimizer", "--device", options.device, "--actor-num-gpus-per-node", str(gpus),
              "--sglang-server-concurrency", "1024", "--sglang-load-format", "dummy", *own]
     if options.device == "cuda":
@@ -130,11 +131,11 @@ def measure(name, model, prompts, options, flags, servers):
     args = arm_args(name, model, prompts, options, flags, warm + counted)
     rows = resident.run(ARMS[name], args, servers, ahead=4 if streams else 0)[warm:]
     mean = lambda key: statistics.fmean(row[key] for row in rows)
-    rate, length = options.groups * options.samples / mean("perf/step_time"), mean("rollout/response_len")
-    print(f"{name}: {rate:.2f} samples/s, {rate * length:.0f} tokens/s; {len(rows)} steps of {options.groups * options.samples} samples, "
-          f"{mean('perf/step_time'):.2f} s each = wait {mean('perf/wait_prev_gen'):.2f} + sync "
-          f"{statistics.fmean(row.get('sync/time', 0) for row in rows):.2f} + train {mean('perf/train_time'):.2f} + other; idle: engine "
-          f"{mean('perf/rollout_idle_share'):.0%}, trainer {mean('perf/train_idle_share'):.0%}; mean length {length:.0f}; lag "
+    step, size, length = mean("perf/step_time"), options.groups * options.samples, mean("rollout/response_len")
+    rate = size / step
+    print(f"{name}: {rate:.2f} samples/s, {rate * length:.0f} response tokens/s; {len(rows)} steps of {size} samples, {step:.2f} s each "
+          f"= wait {mean('perf/wait_prev_gen'):.2f} + sync {mean('sync/time'):.2f} + train {mean('perf/train_time'):.2f} + other; idle: "
+          f"engine {mean('perf/rollout_idle_share'):.0%}, trainer {mean('perf/train_idle_share'):.0%}; mean length {length:.0f}; lag "
           f"{mean('staleness/mean'):.2f}, at most {max(row['staleness/max'] for row in rows)}", flush=True)
     return rate, rate * length
 
@@ -164,8 +165,9 @@ def main():
 
 
 def say(rates):
-    for name, (samples, tokens) in list(rates.items())[1:]:
-        print(f"so far: {name} {samples / rates['sync'][0]:.2f} x sync in samples, {tokens / rates['sync'][1]:.2f} in tokens", flush=True)
+    base, *arms = rates.items()
+    for name, (samples, tokens) in arms:
+        print(f"so far: {name} {samples / base[1][0]:.2f} x sync in samples, {tokens / base[1][1]:.2f} in tokens", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Engine and trainer share one GPU: plain, and with over-sampling and --partial-rollout. Memory of both sides, sync time, log-prob
-parity from the first sync to the last, and on a real model the reward.
+"""Engine and trainer share one GPU: plain, and with over-sampling and --partial-rollout. Memory of both sides, sync time,
+log-prob parity from the first sync to the last, and on a real model the reward.
 
     python scripts/gpu/colocate.py models/smollm2-135m --steps 50 [--sglang-...]
     python scripts/gpu/colocate.py 0.6B --steps 4                       random weights, forced lengths with a long tail
@@ -78,10 +78,11 @@ def measure(options, flags):
 
 def line(options, name, rows, memory):
     mean = lambda key, part: statistics.fmean(row[key] for row in part)
-    return (f"colocate {options.name} {name} memory {memory.summary()}, of it "
-            f"tensors of the trainer {max(row['perf/max_memory_allocated_gb'] for row in rows):.1f} GB; sync {mean('sync/time', rows[1:] or rows):.2f} s, parity "
-            f"{mean('parity/mismatch', rows[:5]):.4f} -> {mean('parity/mismatch', rows[-5:]):.4f} over {len(rows)} syncs, mean lag "
-            f"{mean('staleness/mean', rows):.2f}, reward {mean('rollout/reward', rows[:5]):.2f} -> {mean('rollout/reward', rows[-5:]):.2f}")
+    ends = lambda key, form: " -> ".join(format(mean(key, part), form) for part in (rows[:5], rows[-5:]))
+    tensors = max(row["perf/max_memory_allocated_gb"] for row in rows)
+    return (f"colocate {options.name} {name} memory {memory.summary()}, the trainer's tensors {tensors:.1f} GB; sync "
+            f"{mean('sync/time', rows[1:] or rows):.2f} s, parity {ends('parity/mismatch', '.5f')} over {len(rows)} syncs, mean lag "
+            f"{mean('staleness/mean', rows):.2f}, reward {ends('rollout/reward', '.2f')}")
 
 
 if __name__ == "__main__":

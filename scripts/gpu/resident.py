@@ -1,7 +1,7 @@
 """Engines that stay while one run follows the other: a start takes a minute, and GPU time is short.
 
-`hold_gpus` reserves the GPUs for good, `start_servers` puts an engine on each, and `run` lets an entry script's loop work with the
-last engines that it is given. Training rank i of every run is on the GPU of server i, as with --colocate; runs on disjoint GPUs
+`hold_gpus` reserves the GPUs for good, `start_servers` puts an engine on each, and `run` lets an entry script's loop work with
+those that it is given. Training rank i of every run is on the GPU of server i, as with --colocate; runs on disjoint GPUs
 take the last server and leave the first GPU to the trainer: stop the first server before.
 """
 
@@ -141,5 +141,6 @@ class Memory:
             return f"{sizes or 'not measured'} ({self.problem or 'no engine was seen'})"
         engine = self.seen["engine"]
         least = min(engine[engine.index(max(engine)):])
-        return (f"trainer {max(self.seen.get('trainer', [0])) / 1e9:.1f} engine {max(engine) / 1e9:.1f} released to {least / 1e9:.1f} of "
-                f"{max(self.seen['in use']) / 1e9:.1f} GB together")
+        peak = {side: max(sizes) / 1e9 for side, sizes in self.seen.items()}
+        return (f"trainer {peak.get('trainer', 0):.1f} engine {peak['engine']:.1f} released to {least / 1e9:.1f}, together at most "
+                f"{peak['in use']:.1f} GB")

@@ -1,5 +1,5 @@
-"""Model directories without weights: configs of the Qwen3 and Qwen2.5 families, and a tokenizer that serves for any of them. What is timed
-on them does not depend on what the numbers are: the engine loads dummy weights, the trainer random ones."""
+"""Model directories without weights: configs of the Qwen3 and Qwen2.5 families, and a tokenizer that serves for any of them. What
+is timed on them does not depend on what the numbers are: the engine loads dummy weights, the trainer random ones."""
 
 import json
 import os

@@ -35,7 +35,7 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="folder of scripts/make_smollm2.py")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--output-dir", default=os.path.join(ROOT, "runs", "smollm2_gpu"), help="folder of the runs")
     parser.add_argument("--plot", metavar="FOLDER", help="only draw the runs that lie there, as FOLDER/smollm2.png")
@@ -51,8 +51,9 @@ def recipe(options, name, script, own, gpus):
              "--num-rollout", str(options.steps), "--rollout-batch-size", "32", "--n-samples-per-prompt", "8",
              "--rollout-max-response-len", "8", "--rm-type", "reasoning_gym",
              "--eval-prompt-data", "sums", f"{TASK}&size=256&seed=100000", "--eval-interval", "10",
-             "--lr", "3e-5", "--adam-beta2", "0.95", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192", "--no-record",
-             "--device", options.device, "--actor-num-gpus-per-node", str(gpus), "--output-dir", options.output_dir, "--run-name", name]
+             "--lr", "1e-5", "--adam-beta2", "0.95", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192", "--no-record",
+             "--device", options.device, "--actor-num-gpus-per-node", str(gpus),
+             "--output-dir", options.output_dir, "--run-name", name]
     if options.device == "cuda":
         words += ["--bf16", "--sglang-mem-fraction-static", ".4"]
     return parse_args([*words, *own], f"{script.__name__}.py")
@@ -98,7 +99,8 @@ def say(name, run_dir):
     times, rewards = zip(*curve(run_dir))
     before, after = ends(run_dir)
     level = next((f"{t:.0f} s" for t, r in zip(times, rewards) if r >= 0.5), "never")
-    print(f"{name}: eval {before:.3f} -> {after:.3f}; {len(times)} steps in {times[-1]:.0f} s; reward 0.5 first after {level}", flush=True)
+    print(f"{name}: eval {before:.3f} -> {after:.3f}; {len(times)} steps in {times[-1]:.0f} s; reward 0.5 first after {level}",
+          flush=True)
 
 
 def plot(folder):
@@ -115,8 +117,8 @@ def plot(folder):
         evals = read_rows(os.path.join(run_dir, "eval.jsonl"))     # of version v: the weights after v steps
         axis.plot([(0.0, *times)[row["version"]] for row in evals], [row["sums/reward"] for row in evals], "o-", color=f"C{i}",
                   markersize=4, label=name)
-    axis.set(xlabel="seconds since the first step began", ylabel="reward", title="SmolLM2-135M, sums of one and two digits, two GPUs: "
-             "batches (pale), evaluation (dots)")
+    axis.set(xlabel="seconds since the first step began", ylabel="reward",
+             title="SmolLM2-135M, sums of one and two digits, two GPUs: batches (pale), evaluation (dots)")
     axis.legend()
     axis.grid(alpha=0.3)
     figure.savefig(os.path.join(folder, "smollm2.png"), dpi=120)
