@@ -113,8 +113,8 @@ def arm_args(name, model, prompts, options, flags, num_rollout):
              "--num-rollout", str(num_rollout), "--rollout-batch-size", str(options.groups),
              "--n-samples-per-prompt", str(options.samples), "--rollout-max-prompt-len", str(options.prompt_tokens),
              "--rollout-max-response-len", str(options.longest), "--custom-rm-path", "harness.token_reward",
-             "--policy-old", "rollout", "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(max(2 * options.longest, longest)), "--no-record",
-             "--use-distributed-optimizer", "--device", options.device, "--actor-num-gpus-per-node", str(gpus),
+             "--policy-old", "rollout", "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(max(2 * options.longest, longest)),
+             "--no-record", "--use-distributed-optimizer", "--device", options.device, "--actor-num-gpus-per-node", str(gpus),
              "--sglang-server-concurrency", "1024", "--sglang-load-format", "dummy", *own]
     if options.device == "cuda":
         words += ["--bf16", "--update-weight-buffer-size", str(2 << 30), "--sglang-mem-fraction-static", ".45",
@@ -133,10 +133,10 @@ def measure(name, model, prompts, options, flags, servers):
     mean = lambda key: statistics.fmean(row[key] for row in rows)
     step, size, length = mean("perf/step_time"), options.groups * options.samples, mean("rollout/response_len")
     rate = size / step
-    print(f"{name}: {rate:.2f} samples/s, {rate * length:.0f} response tokens/s; {len(rows)} steps of {size} samples, {step:.2f} s each "
-          f"= wait {mean('perf/wait_prev_gen'):.2f} + sync {mean('sync/time'):.2f} + train {mean('perf/train_time'):.2f} + other; idle: "
-          f"engine {mean('perf/rollout_idle_share'):.0%}, trainer {mean('perf/train_idle_share'):.0%}; mean length {length:.0f}; lag "
-          f"{mean('staleness/mean'):.2f}, at most {max(row['staleness/max'] for row in rows)}", flush=True)
+    print(f"{name}: {rate:.2f} samples/s, {rate * length:.0f} response tokens/s; {len(rows)} steps of {size} samples, {step:.2f} s "
+          f"each = wait {mean('perf/wait_prev_gen'):.2f} + sync {mean('sync/time'):.2f} + train {mean('perf/train_time'):.2f} + other; "
+          f"idle: engine {mean('perf/rollout_idle_share'):.0%}, trainer {mean('perf/train_idle_share'):.0%}; mean length {length:.0f}; "
+          f"lag {mean('staleness/mean'):.2f}, at most {max(row['staleness/max'] for row in rows)}", flush=True)
     return rate, rate * length
 
 

@@ -81,8 +81,8 @@ def line(options, name, rows, memory):
     ends = lambda key, form: " -> ".join(format(mean(key, part), form) for part in (rows[:5], rows[-5:]))
     tensors = max(row["perf/max_memory_allocated_gb"] for row in rows)
     return (f"colocate {options.name} {name} memory {memory.summary()}, the trainer's tensors {tensors:.1f} GB; sync "
-            f"{mean('sync/time', rows[1:] or rows):.2f} s, parity {ends('parity/mismatch', '.5f')} over {len(rows)} syncs, mean lag "
-            f"{mean('staleness/mean', rows):.2f}, reward {ends('rollout/reward', '.2f')}")
+            f"{mean('sync/time', rows[1:] or rows):.2f} s, parity {ends('parity/mismatch', '.5f')} over {len(rows)} syncs, "
+            f"mean lag {mean('staleness/mean', rows):.2f}, reward {ends('rollout/reward', '.2f')}")
 
 
 if __name__ == "__main__":
