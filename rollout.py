@@ -81,6 +81,7 @@ class RolloutManager:
         self.eval_rows = {name: PromptRows(path, args, self.tokenizer) for name, path in args.eval_sets}
         self.version = None                       # published to all engines
         self.released = False                     # the engines' memory is lent to the training
+        self.flushing = None                      # of the KV caches, beside a weight sync
         self.proof, self.check_time = None, 0.0   # the comparison of fingerprints since the last sync, and what it took
         self.works = {}                           # group id -> Work, of the groups in flight
         self.session = None
@@ -454,33 +455,47 @@ class RolloutManager:
 
     # ---- weight sync: the engines' side of it -------------------------------------------------------------
     async def pause(self):
-        """Stops generation on every engine and empties the KV caches. Nothing runs there then: a loop syncs between two
-        batches, and a stream is held first."""
+        """Stops generation on every engine and begins to empty the KV caches, beside what comes next. Nothing runs there then: a
+        loop syncs between two batches, and a stream is held first. Returns the seconds that it took."""
+        started = time.time()
         await self.proved()
         if self.released:                          # paused already
-            return await gather(asyncio.to_thread(lane.client.resume_memory, ["weights"]) for lane in self.lanes)
-        if self.stream:
-            await self.hold()
-        await gather(asyncio.to_thread(lane.client.pause_and_flush) for lane in self.lanes)
+            await gather(asyncio.to_thread(lane.client.resume_memory, ["weights"]) for lane in self.lanes)
+        else:
+            if self.stream:
+                await self.hold()
+            await gather(asyncio.to_thread(lane.client.pause) for lane in self.lanes)
+            self.flushing = asyncio.gather(*(asyncio.to_thread(lane.client.flush_cache) for lane in self.lanes))
+        return time.time() - started
 
     async def release_memory(self):
         """--colocate: the engines, where nothing runs between two batches, give their memory to the training. The next sync
         takes it back, for what it writes first: the weights before they are sent, the cache behind them."""
         await self.pause()
+        await self.flushing
         await gather(asyncio.to_thread(lane.client.release_memory) for lane in self.lanes)
         self.released = True
 
-    async def publish(self, version, expected):
-        """Names the new version on every engine. What they hold is compared with the trainer's fingerprints (expected: see
-        fingerprint.py) while the first requests run, and `proved` before anything that they say is handed out."""
-        await gather(asyncio.to_thread(lane.client.set_version, version) for lane in self.lanes)
+    async def publish(self, version, *sent):
+        """The engines go on with the new version, which they named with its last bucket. What they hold is compared with the
+        trainers' fingerprints (sent: see sync_weights.send) while the first requests run, and `proved` before anything that they
+        say is handed out. Returns the seconds that it took."""
+        started, expected = time.time(), {}
+        for part in filter(None, sent):
+            expected.update(part["expected"])
+        if not expected:
+            await gather(asyncio.to_thread(lane.client.set_version, version) for lane in self.lanes)
+        if self.flushing:
+            await self.flushing
         self.version = version
         if self.buffer:
             self.buffer.ledger.write("sync", version=version)
         if self.stream:
             self.stream.publish(version)
-        if expected is not None:
+        if expected:
             self.proof = asyncio.create_task(self.prove(expected))
+        await self.resume()
+        return time.time() - started
 
     async def prove(self, expected):
         """RuntimeError with the engine and the tensors that are not the trainer's. Returns the seconds that it took."""

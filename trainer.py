@@ -288,8 +288,12 @@ class TrainWorker:
     def leave_engines(self):
         self.sender.leave()
 
-    def send_weights(self):
-        return self.sender.send()
+    def prepare_weights(self):
+        self.sender.prepare()
+
+    def send_weights(self, version, *before):
+        """before: results of the calls that this waits for."""
+        return self.sender.send(version)
 
     def save(self, folder):
         model.save_rank(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler)

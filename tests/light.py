@@ -58,7 +58,7 @@ class Actor:
 
     def call(self, function, *arguments):
         async def run():
-            result = function(*arguments)
+            result = function(*[await asyncio.wrap_future(x) if isinstance(x, futures.Future) else x for x in arguments])
             return await result if inspect.isawaitable(result) else result
         return asyncio.run_coroutine_threadsafe(run(), self.loop)
 
@@ -119,7 +119,10 @@ class TinyWorker:
                              "rollout_logprobs": [logprobs.tolist() for logprobs in batch["rollout_logprobs"]]})
         return {"perf/train_time": time.time() - started}
 
-    def send_weights(self):
+    def prepare_weights(self):
+        pass
+
+    def send_weights(self, version, *before):
         digest = hashlib.sha256(json.dumps(self.batches).encode()).hexdigest()
         for url in self.urls:
             requests.post(f"{url}/script", json={"weights": digest}, timeout=10).raise_for_status()
