@@ -109,16 +109,17 @@ def arm_args(name, model, prompts, options, flags, num_rollout):
     own = {"sync": ["--colocate"], "one_step_off": [], "stale": ["--staleness-threshold", str(options.threshold)],
            "partial": ["--staleness-threshold", str(options.threshold), "--partial-rollout"]}[name]
     longest = options.prompt_tokens + options.longest
+    slots = min(768, 8 * math.ceil(options.groups * options.samples * (1 + options.threshold) / 8))    # what may be in flight
     words = ["--hf-checkpoint", model, "--prompt-data", prompts, "--output-dir", options.output_dir, "--run-name", name,
              "--num-rollout", str(num_rollout), "--rollout-batch-size", str(options.groups),
              "--n-samples-per-prompt", str(options.samples), "--rollout-max-prompt-len", str(options.prompt_tokens),
              "--rollout-max-response-len", str(options.longest), "--custom-rm-path", "harness.token_reward",
              "--policy-old", "rollout", "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(max(2 * options.longest, longest)),
              "--no-record", "--use-distributed-optimizer", "--device", options.device, "--actor-num-gpus-per-node", str(gpus),
-             "--sglang-server-concurrency", "1024", "--sglang-load-format", "dummy", *own]
+             "--sglang-server-concurrency", str(slots), "--sglang-load-format", "dummy", *own]
     if options.device == "cuda":
         words += ["--bf16", "--update-weight-buffer-size", str(2 << 30), "--sglang-mem-fraction-static", ".45",
-                  "--sglang-cuda-graph-max-bs-decode", str(min(512, 8 * math.ceil(options.groups * options.samples * 3 / 8)))]
+                  "--sglang-cuda-graph-max-bs-decode", str(slots)]         # beyond it decoding would be several times slower
     return parse_args([*words, *flags], f"{ARMS[name].__name__}.py")
 
 
