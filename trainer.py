@@ -70,7 +70,7 @@ class TrainWorker:
         sums = [self.update(batch, plan) for plan in updates]
         self.steps = step + 1
         return {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
-                "perf/train_time": time.time() - started}
+                "perf/train_time": time.time() - started, "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9}
 
     def plan(self, batch, indices):
         """Cuts the samples `indices` into micro-batches. Returns this rank's list of lists of sample indices."""
