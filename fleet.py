@@ -251,7 +251,7 @@ class Fleet:
         if expected is None:
             await self.everyone("set_version", version)
         else:
-            expected = asyncio.create_task(asyncio.to_thread(ray.get, expected))
+            expected = asyncio.create_task(results(expected))
         for lane in [lane for lane in self.party if lane.state in ("up", "ready")]:
             if lane.state == "ready":
                 lane.state = "up"
@@ -293,3 +293,7 @@ class Fleet:
         await self.flushed()
         await self.everyone("release_memory")
         self.released = True
+
+
+async def results(calls):
+    return [await call for call in calls]

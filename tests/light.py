@@ -42,10 +42,16 @@ import train_sync
 from args import parse_args
 from trainer import TrainWorker
 
-MODULES = (checkpoint, engine, fleet, placement, replay, rollout, sync_weights, tracking, train_async, train_fully_async, train_sync)
+MODULES = (checkpoint, engine, fleet, placement, replay, rollout, sync_weights, tracking, train_async, train_fully_async,
+           train_sync)
 
 
 # ---- in Ray's place ---------------------------------------------------------------------------------------
+class Ref(futures.Future):
+    def __await__(self):
+        return asyncio.wrap_future(self).__await__()
+
+
 class Actor:
     """An object with a thread of its own. `actor.method.remote(...)` -> a future; as in Ray, calls begin one after the other, and
     while a coroutine waits the next one runs."""
@@ -61,7 +67,14 @@ class Actor:
         async def run():
             result = function(*arguments)
             return await result if inspect.isawaitable(result) else result
-        return asyncio.run_coroutine_threadsafe(run(), self.loop)
+
+        def settle(done):
+            error = done.exception()
+            ref.set_result(done.result()) if error is None else ref.set_exception(error)
+
+        ref = Ref()
+        asyncio.run_coroutine_threadsafe(run(), self.loop).add_done_callback(settle)
+        return ref
 
     def __getattr__(self, name):
         return SimpleNamespace(remote=functools.partial(self.call, getattr(self.object, name)))
