@@ -10,17 +10,19 @@ import concurrent.futures
 import contextlib
 import datetime
 import itertools
+import threading
 import time
+import uuid
 
 import ray
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 import weight_map
 from buckets import bucket_bytes, cut, lay_out
-from engine import EngineClient, EngineError, api_key, free_address
+from engine import EngineClient, EngineError, NoEngineLeft, api_key, free_address
 from fingerprint import fingerprinter, to_int
 
 
@@ -28,27 +30,42 @@ def sync_weights(trainers, rollout, version):
     """Publishes the trainers' weights as `version` on every engine. Returns the sync's metrics.
 
     Order: pause -> flush the KV cache -> buckets -> version published -> continue, while the fingerprints are compared: nothing
-    of a version is handed out before every engine proved to hold it, and no engine is left paused. Each call waits for the
-    results that it is given, and none for this process; the first bucket is filled while the engines come to rest.
+    of a version is taken from an engine before it proved to hold it, and no engine is left paused. Engines that came back join
+    again first. One that fails is left out, and all begins again; NoEngineLeft when there is none.
     """
     started = time.time()
     version = version if trainers else 0      # --debug-rollout-only: the engines keep what they loaded
-    prepared = [trainer.prepare_weights.remote() for trainer in trainers]
-    paused = rollout.pause.remote()
-    sent = [trainer.send_weights.remote(version, paused, ready) for trainer, ready in zip(trainers, prepared)]
-    published = rollout.publish.remote(version, *sent)
+    while True:
+        prepared = [trainer.prepare_weights.remote() for trainer in trainers]      # while the engines come to rest
+        try:
+            if urls := ray.get(rollout.pause.remote()):
+                ray.get([trainer.join_engines.remote(urls, uuid.uuid4().hex[:8]) for trainer in trainers])
+            paused = time.time()
+            ray.get(prepared)
+            sent = [part for part in ray.get([trainer.send_weights.remote(version) for trainer in trainers]) if part]
+            broadcast = time.time()
+            ray.get(rollout.publish.remote(version, [trainer.fingerprints.remote() for trainer in trainers] if sent else None))
+            break
+        except BaseException as error:
+            leave_out(error, trainers, rollout)
+    size, seconds = sum(part["bytes"] for part in sent), broadcast - paused
+    return {"sync/version": version, "sync/time": time.time() - started, "sync/pause_time": paused - started,
+            "sync/broadcast_time": seconds, "sync/publish_time": time.time() - broadcast, "sync/bytes": size,
+            "sync/engine_time": max((part["waited"] for part in sent), default=0.0),      # of the broadcast: waiting for engines
+            "sync/gb_per_s": size / max(seconds, 1e-9) / 1e9}
+
+
+def leave_out(error, trainers, rollout):
+    """After a failed attempt: drops the group, and the engine at fault. Raises what cannot be helped, with no engine paused."""
     try:
-        pause_time, publish_time, *parts = ray.get([paused, published, *sent])
+        if isinstance(error, NoEngineLeft) or not isinstance(error, EngineError):
+            raise error
+        ray.get([trainer.leave_engines.remote() for trainer in trainers])
+        ray.get(rollout.blame.remote(getattr(error, "cause", error).url, str(getattr(error, "cause", error))))
     except BaseException:
         with contextlib.suppress(Exception):  # an engine that does not answer now must not hide what went wrong before
             ray.get(rollout.resume.remote())
         raise
-    parts = [part for part in parts if part]
-    size, seconds = sum(part["bytes"] for part in parts), sum(part["seconds"] for part in parts)
-    return {"sync/version": version, "sync/time": time.time() - started, "sync/pause_time": pause_time,
-            "sync/broadcast_time": seconds, "sync/publish_time": publish_time, "sync/bytes": size,
-            "sync/engine_time": max((part["waited"] for part in parts), default=0.0),      # of the broadcast: waiting for engines
-            "sync/gb_per_s": size / max(seconds, 1e-9) / 1e9}
 
 
 class WeightSender:
@@ -58,15 +75,18 @@ class WeightSender:
         self.args, self.ddp, self.hf = args, ddp, hf
         self.timeout = args.update_weight_timeout
         self.gathers = self.sends = self.in_place = False
-        self.clients, self.group, self.buffers = [], None, [None, None]
+        self.clients, self.group, self.buffers, self.plan, self.filled = [], None, [None, None], None, ()
 
     def join(self, urls, name):
-        """Forms a group for each stage with the engines at `urls`; colocated engines need none."""
+        """Forms a group for each stage with the engines at `urls`, in place of the one before; colocated engines need none."""
+        self.leave()
         if not urls:
             return
         self.in_place = self.args.colocate and self.args.device == "cuda"
         self.gathers = self.in_place or mpu.get_data_parallel_rank() == 0
         self.sends = self.in_place or self.gathers and mpu.get_tensor_model_parallel_rank() == 0
+        if self.gathers and not self.plan:
+            self.plan_buckets()
         if self.in_place:
             tp, rank = self.args.rollout_num_gpus_per_engine, dist.get_rank()
             self.beside = range(rank // tp * tp, rank // tp * tp + tp)       # the ranks on the GPUs of this rank's engine
@@ -75,8 +95,6 @@ class WeightSender:
             self.pool = concurrent.futures.ThreadPoolExecutor(1)
         else:
             self.in_turn(lambda: self.join_stage(urls, name))
-        if self.gathers:
-            self.plan_buckets()
 
     def plan_buckets(self):
         """What is the same in each sync. Views of a single shard are among it: they are the parameters' own memory."""
@@ -90,12 +108,22 @@ class WeightSender:
 
     def in_turn(self, action):
         """Runs action() on this rank when its stage's turn has come, and returns its result. One stage after the other: two
-        sources at once could meet the engines in different orders and wait for each other for ever."""
-        result = None
+        sources at once could meet the engines in different orders and wait for each other for ever. An error is raised behind
+        the last turn, so that the ranks stay in step."""
+        result, failed = None, None
         for stage in range(mpu.get_pipeline_model_parallel_world_size()):
             if stage == mpu.get_pipeline_model_parallel_rank():
-                result = action()
+                try:
+                    result = action()
+                except EngineError as error:
+                    failed = error
+                    if self.in_place:          # they exchange handles with this one
+                        raise
+                    for _ in self.filled:      # the ranks beside gather on
+                        pass
             dist.barrier()
+        if failed:
+            raise failed
         return result
 
     def join_stage(self, urls, name):
@@ -109,16 +137,27 @@ class WeightSender:
         self.pool = concurrent.futures.ThreadPoolExecutor(len(urls) + 1)
         address, port = free_address()
         backend, world = "nccl" if torch.cuda.is_available() else "gloo", 1 + len(urls) * tp
+        limit = datetime.timedelta(seconds=self.timeout)
+        meeting = dist.TCPStore(address, port, None, True, limit, wait_for_workers=False)     # without it nobody waits on
         asked = [self.pool.submit(client.init_group, address, port, 1 + i * tp, world, self.name, backend)
                  for i, client in enumerate(self.clients)]
-        joined = self.pool.submit(join_group, f"tcp://{address}:{port}", world, self.name, backend, self.timeout)
-        first_error([*asked, joined], self.timeout, "joining the weight update group")
-        self.group = joined.result()
+        joined = self.pool.submit(join_group, address, port, world, self.name, backend, limit)
+        try:
+            first_error([*asked, joined], self.timeout, "joining the weight update group")
+        except EngineError:
+            del meeting                       # those who wait for the one that does not come are told so at once
+            raise
+        self.group, self.meeting = joined.result(), meeting
 
     def leave(self):
-        """Ends the group on the engines' side, for engines that live on after the run."""
-        for client in self.clients if self.group else ():
-            client.destroy_group(self.name)
+        """Ends the group on both sides. It may have a dead member, or one that hangs in a broadcast: nothing here waits for it."""
+        if self.group is None:
+            return
+        told = [self.pool.submit(EngineClient.destroy_group, client, self.name) for client in self.clients]
+        concurrent.futures.wait(told, 5)      # an engine that is gone refuses, one that hangs is not waited for
+        threading.Thread(target=end_group, args=(self.group,), daemon=True).start()
+        self.pool.shutdown(wait=False)
+        self.group, self.meeting, self.clients = None, None, []
 
     def prepare(self):
         """Fills the first bucket. The engines need not have come to rest for that."""
@@ -127,24 +166,25 @@ class WeightSender:
             next(self.filled)
 
     def send(self, version):
-        """Sends this rank's stage in its turn; the last stage publishes the version. Sources return {"expected": {name: (shape,
-        fingerprint)}, "bytes": n, "seconds": s, "waited": s}."""
+        """Sends this rank's stage in its turn; the last stage publishes the version. Sources return {"bytes": n, "waited": s}."""
         last = mpu.get_pipeline_model_parallel_rank() == mpu.get_pipeline_model_parallel_world_size() - 1
         return self.in_turn(lambda: self.send_stage(version if last else None))
 
     def send_stage(self, version):
-        if not self.gathers:
-            return None
-        started, filled = time.time(), itertools.chain([0], self.filled)
+        filled = itertools.chain([0], self.filled) if self.gathers else ()
+        if self.sends:
+            self.found, waited = (self.show if self.in_place else self.broadcast)(filled, version)
+            sizes = map(bucket_bytes, () if self.in_place and dist.get_rank() else self.plan)
+            return {"bytes": sum(sizes), "waited": waited}
+        for _ in filled:           # takes part in gathering
+            pass
+
+    def fingerprints(self):
+        """{name: (shape, fingerprint)} of what this rank sent last; empty where it sends nothing."""
         if not self.sends:
-            for _ in filled:       # takes part in gathering
-                pass
-            return None
-        prints, waited = (self.show if self.in_place else self.broadcast)(filled, version)
-        prints = map(to_int, torch.cat(prints).tolist())           # one wait for all of them
-        sizes = map(bucket_bytes, () if self.in_place and dist.get_rank() else self.plan)
-        return {"expected": {name: (tuple(shape), value) for (name, _, shape), value in zip(self.tensors, prints)},
-                "bytes": sum(sizes), "seconds": time.time() - started, "waited": waited}
+            return {}
+        values = map(to_int, torch.cat(self.found).tolist())
+        return {name: (tuple(shape), value) for (name, _, shape), value in zip(self.tensors, values)}
 
     def fill(self):
         """Copies one bucket after the other into its buffer and yields its number: that copy is the only one. Ranks that only take
@@ -184,7 +224,11 @@ class WeightSender:
                 raise EngineError(f"a bucket of weights did not arrive within --update-weight-timeout {self.timeout:g} s")
             time.sleep(min(1e-4 + seconds / 10, 0.01))
         if work is not None:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:      # of the group's other end; who it is the request to it says
+                first_error(asked, 5, "a bucket of weights")
+                raise EngineError(f"a bucket of weights: {str(error).splitlines()[0]}") from None
         return time.time() - started
 
     def show(self, filled, version):
@@ -222,19 +266,27 @@ def first_error(futures, timeout, what):
     """Waits for all futures; the first error is raised without waiting for the others. A client's own time limit names its
     engine, so it gets the chance to come first."""
     done, waiting = concurrent.futures.wait(futures, timeout + 5, return_when=concurrent.futures.FIRST_EXCEPTION)
-    for future in done:
-        future.result()
+    errors = [error for error in (future.exception() for future in done) if error]
+    if errors:      # torch's own says less
+        raise (next((error for error in errors if isinstance(error, EngineError)), None)
+               or EngineError(f"{what}: {str(errors[0]).splitlines()[0]}"))
     if waiting:
         raise EngineError(f"{what}: {len(waiting)} of {len(futures)} engines did not answer within "
                           f"--update-weight-timeout {timeout:g} s")
 
 
-def join_group(init_method, world_size, name, backend, timeout):
+def join_group(address, port, world_size, name, backend, limit):
     """Rank 0 of a process group beside the default one, built as SGLang builds its side: the same store and prefix."""
-    limit = datetime.timedelta(seconds=timeout)
-    store, rank, world_size = next(rendezvous(init_method, 0, world_size, timeout=limit))
-    store.set_timeout(limit)
-    group, _ = _new_process_group_helper(world_size, rank, [], Backend(backend), PrefixStore(name, store),
+    store = dist.TCPStore(address, port, world_size, False, limit)
+    group, _ = _new_process_group_helper(world_size, 0, [], Backend(backend), PrefixStore(name, store),
                                          group_name=name, backend_options=None, timeout=limit)
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
+
+
+def end_group(group):
+    """In a thread of its own: what is in flight with a dead member ends when its time limit does."""
+    with contextlib.suppress(Exception):
+        group.abort()
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group(group)

@@ -43,7 +43,7 @@ class Sender:
         pass
 
     join_engines, leave_engines = TrainWorker.join_engines, TrainWorker.leave_engines
-    prepare_weights, send_weights = TrainWorker.prepare_weights, TrainWorker.send_weights
+    prepare_weights, send_weights, fingerprints = TrainWorker.prepare_weights, TrainWorker.send_weights, TrainWorker.fingerprints
 
 
 class Raw:
