@@ -89,9 +89,9 @@ class EngineClient:
                     raise
                 time.sleep(0.05)
 
-    def flush_cache(self):
+    def flush_cache(self, timeout=None):
         """Forgets every cached prefix. The server refuses (400) while requests run or wait."""
-        self.call("POST", "flush_cache")
+        self.call("POST", "flush_cache", timeout=timeout)
 
     def abort_all(self):
         """Running and queued requests return with what they have, finish_reason 'abort'."""

@@ -31,6 +31,7 @@ from data import PromptRows
 from engine import api_key
 from fleet import Aborted, Fleet, Lane
 from rewards import REWARDS
+from watchdog import Watchdog
 
 
 class Dropped(Exception):
@@ -76,6 +77,7 @@ class RolloutManager:
         self.buffer = make_buffer(args, self.tokenizer)
         self.stream = make_stream(args, self.buffer)
         self.fleet = Fleet(args, self.buffer.ledger if self.buffer else Ledger())
+        self.watchdog = Watchdog("rollout manager", args, more=self.print_tasks)
         self.steps = 0                            # that the trainers' weights carry
         self.last_drop = None                     # the reason, for the message of a run that gives up
         self.tasks, self.failure, self.held, self.counts = set(), None, True, Counter()
@@ -99,6 +101,7 @@ class RolloutManager:
 
     def ready(self):
         """Answers once the data and the tokenizer are there."""
+        self.watchdog.start()
 
     def connect(self, urls, actors=()):
         """The engines that are up, and the actors that own them; without: external ones."""
@@ -109,8 +112,9 @@ class RolloutManager:
     # ---- the batch of a step ------------------------------------------------------------------------------
     async def generate(self, step):
         """The batch of `step`: (reference to its columns, metrics), or (None, {}) when the data have ended."""
-        started = time.time()
-        groups, counts = await self.next_groups(step)
+        started, self.loop = time.time(), asyncio.get_running_loop()
+        with self.watchdog.at(f"the generation for step {step}"):
+            groups, counts = await self.next_groups(step)
         if groups is None:
             return None, {}
         await self.proved()
@@ -255,6 +259,7 @@ class RolloutManager:
             self.last_drop = str(reason)
             self.buffer.drop(group, str(reason))
         finally:
+            self.watchdog.alive()
             work.move(None)
             del self.works[group.group_id]
             if self.stream:                        # at once: nobody may see a group running and finished
@@ -410,6 +415,7 @@ class RolloutManager:
             raise Aborted
         if tokens:
             sample.append(tokens, logprobs, self.version or 0)
+        self.watchdog.alive()
 
     # ---- rewards ------------------------------------------------------------------------------------------
     async def call_reward(self, target):
@@ -455,7 +461,8 @@ class RolloutManager:
         for number, (name, rows) in enumerate(self.eval_rows.items()):
             samples = [new_sample(rows[i], -1 - number, i, k)
                        for i in range(len(rows)) for k in range(args.n_samples_per_eval_prompt)]
-            await gather(self.eval_sample(sample) for sample in samples)
+            with self.watchdog.at(f"the evaluation of {name}"):
+                await gather(self.eval_sample(sample) for sample in samples)
             results[f"{name}/reward"] = float(np.mean([s.reward for s in samples]))
             results[f"{name}/response_len"] = float(np.mean([len(s.response_tokens) for s in samples]))
             results[f"{name}/truncated"] = float(np.mean([s.status == "truncated" for s in samples]))
@@ -478,10 +485,11 @@ class RolloutManager:
     async def pause(self):
         """Stops generation on every engine and empties the KV caches. Nothing runs there then: a loop syncs between two
         batches, and a stream is held first. Returns urls when the trainers have to join the engines anew."""
-        await self.proved()
-        if self.stream:
-            await self.hold()
-        return await self.fleet.pause()
+        with self.watchdog.at("the sync: pausing the engines"):
+            await self.proved()
+            if self.stream:
+                await self.hold()
+            return await self.fleet.pause()
 
     async def blame(self, url, why):
         """The sync has failed, by this engine if it has a name: goes on without those at fault, or raises NoEngineLeft."""
@@ -496,7 +504,8 @@ class RolloutManager:
     async def publish(self, version, expected):
         """Names the new version on every engine. What they hold is compared with the trainer's fingerprints (expected: see
         fingerprint.py) while the first requests run, and before anything that they say is taken."""
-        await self.fleet.publish(version, expected)
+        with self.watchdog.at("the sync: publishing the version"):
+            await self.fleet.publish(version, expected)
         self.version = version
         if self.buffer:
             self.buffer.ledger.write("sync", version=version)
@@ -510,10 +519,16 @@ class RolloutManager:
 
     async def resume(self):
         """Lets every engine go on, whatever the others answer."""
-        await self.fleet.resume()
+        with self.watchdog.at("the sync: letting the engines go on"):
+            await self.fleet.resume()
         if self.stream:
             self.held = False
             self.fill()
+
+    def print_tasks(self, file):
+        """Where coroutines wait: threads' stacks show the loop alone."""
+        for task in list(asyncio.all_tasks(self.loop))[:50]:
+            task.print_stack(file=file)
 
     # ---- bookkeeping --------------------------------------------------------------------------------------
     async def revive(self):

@@ -129,6 +129,7 @@ class Engine:
         self.unpaused.set()
         self.counters = collections.Counter()
         self.verbs = collections.deque(maxlen=1000)
+        self.stuck = 0          # updates that hang
         self.orders = []        # refusals, hangs and deaths still to come
         self.answers, self.answers_left, self.stale = None, 0, False
 
@@ -283,6 +284,8 @@ class Engine:
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush(self, http):
+        while self.stuck:
+            await asyncio.sleep(0.05)
         if self.running or self.queue:
             return web.Response(status=400, text="Flush cache failed: requests are running or waiting.\n")
         self.cache.clear()
@@ -376,7 +379,9 @@ class Engine:
             self.counters["refused"] += 1
             raise Refused(order["status"])
         if order["do"] == "hang":
+            self.stuck += verb == "update_weights_from_distributed"      # as SGLang's scheduler is
             await asyncio.sleep(order["seconds"])
+            self.stuck -= verb == "update_weights_from_distributed"
         elif order["count"] == 0:   # die
             asyncio.get_running_loop().call_later(order["seconds"], die, "ordered")
 
@@ -394,7 +399,7 @@ class Engine:
         {"reset": true}        ends all misbehaviour"""
         b = await http.json()
         if b.get("reset"):
-            self.orders, self.answers, self.answers_left, self.stale = [], None, 0, False
+            self.orders, self.answers, self.answers_left, self.stale, self.stuck = [], None, 0, False, 0
         for do, seconds in (("refuse", 0), ("hang", 1e9), ("die", 0.05)):
             if do in b:
                 self.orders.append({"do": do, "verb": b.get("verb", "generate"), "count": b[do],
