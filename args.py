@@ -702,6 +702,8 @@ def load_function(path, flag, count):
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())     # a script's own folder is there already, the user's is not
     try:
+        if not module or module.startswith("."):
+            raise ValueError("wants MODULE.FUNCTION")
         function = getattr(importlib.import_module(module), name)
         inspect.signature(function).bind(*[None] * count)
     except TypeError:

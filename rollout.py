@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import resource
 import time
 import uuid
 from collections import Counter
@@ -27,7 +28,7 @@ from transformers import AutoTokenizer
 from args import load_function
 from batch import batch_metrics, load_groups, make_batch, plain_column, save_groups
 from buffer import Buffer, Gate, Group, Ledger, Sample, Stream
-from data import PromptRows
+from data import PromptRows, file_digest
 from engine import api_key
 from fleet import Aborted, Fleet, Lane
 from rewards import REWARDS
@@ -101,6 +102,8 @@ class RolloutManager:
 
     def ready(self):
         """Answers once the data and the tokenizer are there."""
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))      # an open request is an open file
         self.watchdog.start()
 
     def connect(self, urls, actors=()):
@@ -528,7 +531,11 @@ class RolloutManager:
     def print_tasks(self, file):
         """Where coroutines wait: threads' stacks show the loop alone."""
         for task in list(asyncio.all_tasks(self.loop))[:50]:
-            task.print_stack(file=file)
+            at = task.get_coro()
+            print("\nCoroutine:", file=file)
+            while inspect.iscoroutine(at) and at.cr_frame:
+                print(f"  {at.cr_code.co_filename}, line {at.cr_frame.f_lineno} in {at.cr_code.co_name}", file=file)
+                at = at.cr_await
 
     # ---- bookkeeping --------------------------------------------------------------------------------------
     async def revive(self):
@@ -674,7 +681,7 @@ def make_buffer(args, tokenizer):
     recorded = not (args.debug_rollout_only or args.load_debug_rollout_data)
     ledger = Ledger(os.path.join(args.run_dir, "ledger.jsonl") if recorded else None)
     return Buffer(PromptRows(args.prompt_data, args, tokenizer), args.n_samples_per_prompt, args.seed, ledger,
-                  shuffle=args.rollout_shuffle, num_epoch=args.num_epoch, partial_rollout=args.partial_rollout)
+                  digest=file_digest(args.prompt_data), shuffle=args.rollout_shuffle, num_epoch=args.num_epoch, partial_rollout=args.partial_rollout)
 
 
 def make_stream(args, buffer, trained_steps=0):
