@@ -19,6 +19,8 @@ import time
 import ray
 import requests
 
+import buckets
+
 EXT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sglang_ext")
 
 
@@ -77,21 +79,17 @@ class EngineClient:
     def resume(self):
         self.call("POST", "continue_generation", {})
 
-    def pause_and_flush(self):
-        """What has to happen before new weights. The last request may still be on its way out of the scheduler."""
-        self.pause()
-        deadline = time.monotonic() + min(5.0, self.timeout)
+    def flush_cache(self, patience=0.0, timeout=None):
+        """Forgets every cached prefix. The server refuses (400) while requests run or wait; behind a pause the last one may still
+        be on its way out: `patience` seconds are given to it."""
+        deadline = time.monotonic() + min(patience, self.timeout)
         while True:
             try:
-                return self.flush_cache()
+                return self.call("POST", "flush_cache", timeout=timeout)
             except EngineError as error:
                 if "HTTP 400" not in str(error) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
-
-    def flush_cache(self, timeout=None):
-        """Forgets every cached prefix. The server refuses (400) while requests run or wait."""
-        self.call("POST", "flush_cache", timeout=timeout)
 
     def abort_all(self):
         """Running and queued requests return with what they have, finish_reason 'abort'."""
@@ -103,17 +101,20 @@ class EngineClient:
             "master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size,
             "group_name": name, "backend": backend})
 
-    def update_from_distributed(self, names, dtypes, shapes, group_name, flush_cache=False):
-        """Receives one flattened bucket (uint8, tensors in order, no padding) from rank 0 of the group and loads it.
-        dtypes: 'float32', 'bfloat16', ... flush_cache=True kills the server while requests run or wait."""
+    def update_from_distributed(self, tensors, group_name, limit, version=None):
+        """Receives tensors [(name, dtype, shape)] from rank 0 of the group, in buckets of at most `limit` bytes (buckets.py), loads
+        them, and then calls itself `version` if one is given. flush_cache=True would kill a server with requests."""
+        names, dtypes, shapes = zip(*tensors)
         self.call("POST", "update_weights_from_distributed", {
-            "names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes],
-            "group_name": group_name, "load_format": "flattened_bucket", "flush_cache": flush_cache})
+            "names": names, "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes], "shapes": [list(s) for s in shapes],
+            "group_name": group_name, "load_format": f"{buckets.FORMAT}={limit}", "flush_cache": False,
+            "weight_version": None if version is None else str(version)})
 
-    def update_from_tensor(self, handles):
+    def update_from_tensor(self, handles, version=None):
         """Loads one flattened bucket from memory of this node. handles: of each engine rank, see sync_weights.ipc_handle."""
         self.call("POST", "update_weights_from_tensor", {
-            "serialized_named_tensors": list(handles), "load_format": "flattened_bucket", "flush_cache": False})
+            "serialized_named_tensors": list(handles), "load_format": "flattened_bucket", "flush_cache": False,
+            "weight_version": None if version is None else str(version)})
 
     def destroy_group(self, name):
         self.call("POST", "destroy_weights_update_group", {"group_name": name}, timeout=min(10.0, self.timeout))

@@ -18,6 +18,7 @@ from engine import EngineClient, EngineError, NoEngineLeft, api_key
 from fingerprint import check_fingerprints
 
 WRONG_IN_A_ROW = 16      # answers that no engine gives, before it is taken for broken
+FLUSH_PATIENCE = 5.0     # seconds
 
 
 class Aborted(Exception):
@@ -55,6 +56,7 @@ class Fleet:
         self.joined = None             # who is in the broadcast group: {(rank, restarts)}
         self.quiet = True              # they are paused, or lent to the training
         self.released = False          # the engines' memory is lent to the training
+        self.flushing = None           # of the KV caches, beside a sync
         self.returning, self.watcher = set(), None
 
     def connect(self, urls, actors):
@@ -210,11 +212,15 @@ class Fleet:
         self.need(lanes)
 
     async def pause(self):
-        """Stops and flushes the engines that shall get the next version: those that serve, and those that are ready again.
-        Returns their urls when the trainers have to join them anew."""
+        """Stops the engines that shall get the next version, those that serve and those that are ready again, and begins to flush
+        them. Returns their urls when the trainers have to join them anew."""
         self.quiet = True
         self.party = [lane for lane in self.lanes if lane.state in ("up", "ready")]
-        await (self.everyone("resume_memory", ["weights"]) if self.released else self.everyone("pause_and_flush"))
+        if self.released:              # paused and flushed before
+            await self.everyone("resume_memory", ["weights"])
+        else:
+            await self.everyone("pause")
+            self.flushing = asyncio.create_task(self.everyone("flush_cache", FLUSH_PATIENCE))
         self.party = [lane for lane in self.party if lane.state in ("up", "ready")]
         now = {(lane.rank, lane.restarts) for lane in self.party}
         if now == self.joined:
@@ -222,20 +228,31 @@ class Fleet:
         self.joined = now
         return [lane.url for lane in self.party]
 
+    async def flushed(self):
+        """Before anything is computed with new weights, or memory is given away."""
+        if self.flushing:
+            task, self.flushing = self.flushing, None
+            await task
+
     async def blame(self, url, why):
         """A sync has failed: engines whose scheduler does not answer are lost; if all do, the one at `url`, which the error
         names; else all. (One that hangs in a broadcast makes others wait, which are named as likely.)"""
         self.joined, limit = None, self.args.rollout_health_check_timeout
         lanes = [lane for lane in self.party if lane.state in ("up", "ready")]
-        answers = await asyncio.gather(*(self.call(lane, "flush_cache", limit) for lane in lanes), return_exceptions=True)
+        answers = await asyncio.gather(*(self.call(lane, "flush_cache", FLUSH_PATIENCE, limit) for lane in lanes), return_exceptions=True)
         dead = [lane for lane, answer in zip(lanes, answers) if isinstance(answer, EngineError)]
         for lane in dead or [lane for lane in lanes if lane.url == url] or lanes:
             self.lose(lane, why)
         self.need(self.lanes)
 
     async def publish(self, version, expected):
-        """Names the new version on every engine; what they hold is compared while the first requests run."""
-        await self.everyone("set_version", version)
+        """An engine named itself `version` with its last bucket; without new weights (expected: None) it is told to. What it holds
+        is compared while the first requests run."""
+        await self.flushed()
+        if expected is None:
+            await self.everyone("set_version", version)
+        else:
+            expected = asyncio.create_task(results(expected))
         for lane in [lane for lane in self.party if lane.state in ("up", "ready")]:
             if lane.state == "ready":
                 lane.state = "up"
@@ -245,9 +262,10 @@ class Fleet:
 
     async def prove(self, lane, expected):
         """An engine whose tensors are not the trainer's is lost, before anything that it said is taken. Returns the seconds."""
-        started = time.time()
+        started, parts = time.time(), await asyncio.shield(expected)
         try:
-            check_fingerprints(expected, await self.call(lane, "checksums"), lane.url)
+            checksums = await self.call(lane, "checksums")
+            check_fingerprints({name: value for part in parts for name, value in part.items()}, checksums, lane.url)
             lane.worked = True
         except Exception as error:         # what it says may be of any form
             self.lose(lane, str(error) if isinstance(error, RuntimeError) else f"engine {lane.url}: weights_checker: {error!r}")
@@ -273,5 +291,10 @@ class Fleet:
         self.watcher = self.watcher or asyncio.create_task(self.watch())
 
     async def release_memory(self):
+        await self.flushed()
         await self.everyone("release_memory")
         self.released = True
+
+
+async def results(calls):
+    return [await call for call in calls]

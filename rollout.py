@@ -486,8 +486,8 @@ class RolloutManager:
 
     # ---- weight sync: the engines' side of it -------------------------------------------------------------
     async def pause(self):
-        """Stops generation on every engine and empties the KV caches. Nothing runs there then: a loop syncs between two
-        batches, and a stream is held first. Returns urls when the trainers have to join the engines anew."""
+        """Stops generation on every engine and begins to empty the KV caches, beside what comes next. Nothing runs there then: a
+        loop syncs between two batches, and a stream is held first. Returns urls when the trainers have to join the engines anew."""
         with self.watchdog.at("the sync: pausing the engines"):
             await self.proved()
             if self.stream:
@@ -505,8 +505,9 @@ class RolloutManager:
         await self.fleet.release_memory()
 
     async def publish(self, version, expected):
-        """Names the new version on every engine. What they hold is compared with the trainer's fingerprints (expected: see
-        fingerprint.py) while the first requests run, and before anything that they say is taken."""
+        """The engines go on with the new version. What they hold is compared with the trainers' fingerprints (expected: calls of
+        their ranks, see WeightSender.fingerprints; None: no weights were sent) while the first requests run, and before anything
+        that they say is taken."""
         with self.watchdog.at("the sync: publishing the version"):
             await self.fleet.publish(version, expected)
         self.version = version
@@ -514,6 +515,7 @@ class RolloutManager:
             self.buffer.ledger.write("sync", version=version)
         if self.stream:
             self.stream.publish(version)
+        await self.resume()
 
     async def proved(self):
         """Waits until every engine has proved the last sync or is lost. Returns the seconds that it took."""

@@ -77,7 +77,7 @@ class TrainWorker:
         sums = [self.update(batch, plan) for plan in updates]
         self.steps = step + 1
         return {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
-                "perf/train_time": time.time() - started}
+                "perf/train_time": time.time() - started, "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9}
 
     def plan(self, batch, indices):
         """Cuts the samples `indices` into micro-batches. Returns this rank's list of lists of sample indices."""
@@ -306,9 +306,15 @@ class TrainWorker:
     def leave_engines(self):
         self.sender.leave()
 
-    def send_weights(self):
+    def prepare_weights(self):
+        self.sender.prepare()
+
+    def send_weights(self, version):
         with self.watchdog.at("the sync: sending the weights"):
-            return self.sender.send()
+            return self.sender.send(version)
+
+    def fingerprints(self):
+        return self.sender.fingerprints()
 
     def save(self, folder):
         with self.watchdog.at("the saving of a checkpoint"):

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 import checkpoint
 import engine
+import fleet
 import harness
 import placement
 import replay
@@ -41,10 +42,16 @@ import train_sync
 from args import parse_args
 from trainer import TrainWorker
 
-MODULES = (checkpoint, engine, placement, replay, rollout, sync_weights, tracking, train_async, train_fully_async, train_sync)
+MODULES = (checkpoint, engine, fleet, placement, replay, rollout, sync_weights, tracking, train_async, train_fully_async,
+           train_sync)
 
 
 # ---- in Ray's place ---------------------------------------------------------------------------------------
+class Ref(futures.Future):
+    def __await__(self):
+        return asyncio.wrap_future(self).__await__()
+
+
 class Actor:
     """An object with a thread of its own. `actor.method.remote(...)` -> a future; as in Ray, calls begin one after the other, and
     while a coroutine waits the next one runs."""
@@ -60,7 +67,14 @@ class Actor:
         async def run():
             result = function(*arguments)
             return await result if inspect.isawaitable(result) else result
-        return asyncio.run_coroutine_threadsafe(run(), self.loop)
+
+        def settle(done):
+            error = done.exception()
+            ref.set_result(done.result()) if error is None else ref.set_exception(error)
+
+        ref = Ref()
+        asyncio.run_coroutine_threadsafe(run(), self.loop).add_done_callback(settle)
+        return ref
 
     def __getattr__(self, name):
         return SimpleNamespace(remote=functools.partial(self.call, getattr(self.object, name)))
@@ -122,10 +136,13 @@ class TinyWorker:
                              "rollout_logprobs": [logprobs.tolist() for logprobs in batch["rollout_logprobs"]]})
         return {"perf/train_time": time.time() - started}
 
+    def prepare_weights(self):
+        pass
+
     def digest(self):
         return hashlib.sha256(json.dumps(self.batches).encode()).hexdigest()
 
-    def send_weights(self):
+    def send_weights(self, version):
         digest = self.digest()
         for url in self.urls:
             try:
