@@ -90,6 +90,8 @@ def add_cluster(parser):
                    "started again (or, if external, waited for), before it is left out")
     g.add_argument("--rollout-health-check-interval", type=float, default=30, help="seconds between two checks of the engines")
     g.add_argument("--rollout-health-check-timeout", type=float, default=30, help="seconds that an engine may take to answer one")
+    g.add_argument("--watchdog-timeout", type=float, default=3600, help="seconds without any progress after which the run ends, "
+                   "with the stacks of all processes in RUN/logs")
     g.add_argument("--distributed-timeout", type=float, default=600, help="seconds that a collective may take")
 
 
@@ -448,7 +450,7 @@ def check_ranges(args):
               "loss_scale_factor": (1e-6, math.inf), "critic_lr": (0, 10), "value_clip": (0, math.inf), "gamma": (0, 1),
               "lambd": (0, 1), "max_engine_restarts": (0, math.inf)}
     limits = ("engine_start_timeout", "distributed_timeout", "generate_timeout", "reward_timeout", "update_weight_timeout",
-              "rollout_health_check_interval", "rollout_health_check_timeout")
+              "watchdog_timeout", "rollout_health_check_interval", "rollout_health_check_timeout")
     for name, (low, high) in (ranges | dict.fromkeys(limits, (0.001, 10 ** 9))).items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
@@ -700,6 +702,8 @@ def load_function(path, flag, count):
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())     # a script's own folder is there already, the user's is not
     try:
+        if not module or module.startswith("."):
+            raise ValueError("wants MODULE.FUNCTION")
         function = getattr(importlib.import_module(module), name)
         inspect.signature(function).bind(*[None] * count)
     except TypeError:

@@ -265,7 +265,7 @@ class Buffer:
     """
 
     def __init__(self, rows, n_samples_per_prompt, seed, ledger, *, shuffle=True, num_epoch=None,
-                 partial_rollout=False):
+                 partial_rollout=False, digest=""):
         if len(rows) == 0:
             raise ValueError("--prompt-data: no rows")
         self.rows, self.n_samples_per_prompt, self.seed, self.ledger = rows, n_samples_per_prompt, seed, ledger
@@ -278,7 +278,8 @@ class Buffer:
         self.by_age = []                           # heap of (oldest version, group id): `finished`, and some dropped
         self.in_hand = {}                          # step -> its batch, a list of groups, not yet trained
         self.lengths = {}                          # "trained" or why dropped -> (samples, tokens), since the run began
-        self.identity = {"--prompt-data (rows)": len(rows), "--prompt-data (content)": hash_rows(rows), "--seed": seed,
+        self.identity = {"--prompt-data (rows)": len(rows), "--prompt-data (content)": hash_rows(rows),
+                         "--prompt-data (bytes of the file)": digest, "--seed": seed,
                          "--rollout-shuffle": shuffle, "--n-samples-per-prompt": n_samples_per_prompt}
 
     @property
@@ -429,7 +430,7 @@ class Buffer:
         """Replaces all content. ValueError where data or flags are not those of the run that saved: the cursor would
         skip and repeat prompts."""
         for flag, value in self.identity.items():
-            if state["identity"][flag] != value:
+            if state["identity"].get(flag, value) != value:       # older checkpoints say less
                 raise ValueError(f"{flag}: the checkpoint has {state['identity'][flag]}, this run {value}; resume with "
                                  f"the data and flags of the run that saved it")
         self.next_id = state["next_id"]

@@ -235,10 +235,11 @@ class Fleet:
             await task
 
     async def blame(self, url, why):
-        """A sync has failed: engines that do not answer are lost; if all do, the one at `url`, which the error names; else all."""
-        self.joined = None
+        """A sync has failed: engines whose scheduler does not answer are lost; if all do, the one at `url`, which the error
+        names; else all. (One that hangs in a broadcast makes others wait, which are named as likely.)"""
+        self.joined, limit = None, self.args.rollout_health_check_timeout
         lanes = [lane for lane in self.party if lane.state in ("up", "ready")]
-        answers = await asyncio.gather(*(self.call(lane, "health") for lane in lanes), return_exceptions=True)
+        answers = await asyncio.gather(*(self.call(lane, "flush_cache", FLUSH_PATIENCE, limit) for lane in lanes), return_exceptions=True)
         dead = [lane for lane, answer in zip(lanes, answers) if isinstance(answer, EngineError)]
         for lane in dead or [lane for lane in lanes if lane.url == url] or lanes:
             self.lose(lane, why)

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import resource
 import time
 import uuid
 from collections import Counter
@@ -27,10 +28,11 @@ from transformers import AutoTokenizer
 from args import load_function
 from batch import batch_metrics, load_groups, make_batch, plain_column, save_groups
 from buffer import Buffer, Gate, Group, Ledger, Sample, Stream
-from data import PromptRows
+from data import PromptRows, file_digest
 from engine import api_key
 from fleet import Aborted, Fleet, Lane
 from rewards import REWARDS
+from watchdog import Watchdog
 
 
 class Dropped(Exception):
@@ -76,6 +78,7 @@ class RolloutManager:
         self.buffer = make_buffer(args, self.tokenizer)
         self.stream = make_stream(args, self.buffer)
         self.fleet = Fleet(args, self.buffer.ledger if self.buffer else Ledger())
+        self.watchdog = Watchdog("rollout manager", args, more=self.print_tasks)
         self.steps = 0                            # that the trainers' weights carry
         self.last_drop = None                     # the reason, for the message of a run that gives up
         self.tasks, self.failure, self.held, self.counts = set(), None, True, Counter()
@@ -99,6 +102,9 @@ class RolloutManager:
 
     def ready(self):
         """Answers once the data and the tokenizer are there."""
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))      # an open request is an open file
+        self.watchdog.start()
 
     def connect(self, urls, actors=()):
         """The engines that are up, and the actors that own them; without: external ones."""
@@ -109,8 +115,9 @@ class RolloutManager:
     # ---- the batch of a step ------------------------------------------------------------------------------
     async def generate(self, step):
         """The batch of `step`: (reference to its columns, metrics), or (None, {}) when the data have ended."""
-        started = time.time()
-        groups, counts = await self.next_groups(step)
+        started, self.loop = time.time(), asyncio.get_running_loop()
+        with self.watchdog.at(f"the generation for step {step}"):
+            groups, counts = await self.next_groups(step)
         if groups is None:
             return None, {}
         await self.proved()
@@ -255,6 +262,7 @@ class RolloutManager:
             self.last_drop = str(reason)
             self.buffer.drop(group, str(reason))
         finally:
+            self.watchdog.alive()
             work.move(None)
             del self.works[group.group_id]
             if self.stream:                        # at once: nobody may see a group running and finished
@@ -410,6 +418,7 @@ class RolloutManager:
             raise Aborted
         if tokens:
             sample.append(tokens, logprobs, self.version or 0)
+        self.watchdog.alive()
 
     # ---- rewards ------------------------------------------------------------------------------------------
     async def call_reward(self, target):
@@ -455,7 +464,8 @@ class RolloutManager:
         for number, (name, rows) in enumerate(self.eval_rows.items()):
             samples = [new_sample(rows[i], -1 - number, i, k)
                        for i in range(len(rows)) for k in range(args.n_samples_per_eval_prompt)]
-            await gather(self.eval_sample(sample) for sample in samples)
+            with self.watchdog.at(f"the evaluation of {name}"):
+                await gather(self.eval_sample(sample) for sample in samples)
             results[f"{name}/reward"] = float(np.mean([s.reward for s in samples]))
             results[f"{name}/response_len"] = float(np.mean([len(s.response_tokens) for s in samples]))
             results[f"{name}/truncated"] = float(np.mean([s.status == "truncated" for s in samples]))
@@ -478,10 +488,11 @@ class RolloutManager:
     async def pause(self):
         """Stops generation on every engine and begins to empty the KV caches, beside what comes next. Nothing runs there then: a
         loop syncs between two batches, and a stream is held first. Returns urls when the trainers have to join the engines anew."""
-        await self.proved()
-        if self.stream:
-            await self.hold()
-        return await self.fleet.pause()
+        with self.watchdog.at("the sync: pausing the engines"):
+            await self.proved()
+            if self.stream:
+                await self.hold()
+            return await self.fleet.pause()
 
     async def blame(self, url, why):
         """The sync has failed, by this engine if it has a name: goes on without those at fault, or raises NoEngineLeft."""
@@ -497,7 +508,8 @@ class RolloutManager:
         """The engines go on with the new version. What they hold is compared with the trainers' fingerprints (expected: calls of
         their ranks, see WeightSender.fingerprints; None: no weights were sent) while the first requests run, and before anything
         that they say is taken."""
-        await self.fleet.publish(version, expected)
+        with self.watchdog.at("the sync: publishing the version"):
+            await self.fleet.publish(version, expected)
         self.version = version
         if self.buffer:
             self.buffer.ledger.write("sync", version=version)
@@ -512,10 +524,20 @@ class RolloutManager:
 
     async def resume(self):
         """Lets every engine go on, whatever the others answer."""
-        await self.fleet.resume()
+        with self.watchdog.at("the sync: letting the engines go on"):
+            await self.fleet.resume()
         if self.stream:
             self.held = False
             self.fill()
+
+    def print_tasks(self, file):
+        """Where coroutines wait: threads' stacks show the loop alone."""
+        for task in list(asyncio.all_tasks(self.loop))[:50]:
+            at = task.get_coro()
+            print("\nCoroutine:", file=file)
+            while inspect.iscoroutine(at) and at.cr_frame:
+                print(f"  {at.cr_code.co_filename}, line {at.cr_frame.f_lineno} in {at.cr_code.co_name}", file=file)
+                at = at.cr_await
 
     # ---- bookkeeping --------------------------------------------------------------------------------------
     async def revive(self):
@@ -661,7 +683,7 @@ def make_buffer(args, tokenizer):
     recorded = not (args.debug_rollout_only or args.load_debug_rollout_data)
     ledger = Ledger(os.path.join(args.run_dir, "ledger.jsonl") if recorded else None)
     return Buffer(PromptRows(args.prompt_data, args, tokenizer), args.n_samples_per_prompt, args.seed, ledger,
-                  shuffle=args.rollout_shuffle, num_epoch=args.num_epoch, partial_rollout=args.partial_rollout)
+                  digest=file_digest(args.prompt_data), shuffle=args.rollout_shuffle, num_epoch=args.num_epoch, partial_rollout=args.partial_rollout)
 
 
 def make_stream(args, buffer, trained_steps=0):

@@ -22,6 +22,7 @@ from args import load_function
 from loss import (ADVANTAGES, LOSSES, correction_metrics, gae, importance_weights, kept_scale, kl_estimate, overlong_penalty,
                   policy_objective, token_weights, weight_sum)
 from sync_weights import WeightSender
+from watchdog import Watchdog
 
 
 class TrainWorker:
@@ -51,14 +52,20 @@ class TrainWorker:
         self.published = {}                                # version -> copy of its weights; kept around a parity step
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.sender = WeightSender(args, self.model, self.hf)
+        self.watchdog = Watchdog(f"training rank {rank}", args)
         self.steps = None                                  # that were trained, once one was in this process
 
     def ready(self):
         """Answers once the constructor is through: an error in it surfaces here."""
+        self.watchdog.start()
 
     # ---- one step -----------------------------------------------------------------------------------------
     def train(self, step, batch):
         """One pass over the batch, an optimizer step for each `global_batch_size` samples. Returns the step's metrics."""
+        with self.watchdog.at(f"the training of step {step}"):
+            return self.train_step(step, batch)
+
+    def train_step(self, step, batch):
         started, size, lr = time.time(), self.args.global_batch_size, self.optimizer.param_groups[0]["lr"]
         if self.args.policy_old == "recompute" and (self.cycle_step is None or step % self.args.update_weights_interval == 0):
             self.begin_cycle(step)
@@ -227,6 +234,7 @@ class TrainWorker:
 
     def update(self, batch, micros):
         """One optimizer step over this rank's micro-batches. Returns the global sums behind the metrics."""
+        self.watchdog.alive()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         packs = [self.to_pack(batch, micro) for micro in micros]
@@ -278,6 +286,7 @@ class TrainWorker:
         return columns | {"sample": torch.from_numpy(np.repeat(starts, lengths)).to(device())}
 
     def head(self, network, hidden, packed, entropy=False):
+        self.watchdog.alive()
         return model.token_logprobs(network, hidden, packed.labels, self.args.rollout_temperature,
                                     chunk=self.args.log_probs_chunk_size, entropy=entropy)
 
@@ -291,7 +300,8 @@ class TrainWorker:
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
     def join_engines(self, urls, group):
-        self.sender.join(urls, group)
+        with self.watchdog.at("the sync: joining the engines"):
+            self.sender.join(urls, group)
 
     def leave_engines(self):
         self.sender.leave()
@@ -300,13 +310,15 @@ class TrainWorker:
         self.sender.prepare()
 
     def send_weights(self, version):
-        return self.sender.send(version)
+        with self.watchdog.at("the sync: sending the weights"):
+            return self.sender.send(version)
 
     def fingerprints(self):
         return self.sender.fingerprints()
 
     def save(self, folder):
-        model.save_rank(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler)
+        with self.watchdog.at("the saving of a checkpoint"):
+            model.save_rank(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler)
         if self.critic:
             critic.save(self.critic, folder, self.rank)
 

@@ -34,10 +34,12 @@ class Sender:
     def __init__(self, args, rank, master):
         import model
         from sync_weights import WeightSender
+        from watchdog import Watchdog
         os.environ["NCCL_CUMEM_ENABLE"] = "0"
         model.init_parallel(rank, args.world_size, f"tcp://{master}", 1, 1, args.seed, args.distributed_timeout)
         self.hf = model.load_hf_config(args.hf_checkpoint)
         self.sender = WeightSender(args, model.build_model(self.hf, args), self.hf)
+        self.watchdog = Watchdog(f"training rank {rank}", args)
 
     def ready(self):
         pass
