@@ -231,18 +231,18 @@ def refused_reward(args, sample):
     raise ConnectionRefusedError("the checker is away")
 
 
-async def two_turns(args, sample, generate):
+async def two_turns(args, sample, agent):
     """A turn, three tool tokens, a turn; called again after an abort it goes on where the tokens say it was."""
     if 0 not in sample.loss_mask:
-        await generate(sample)
+        await agent.generate(sample)
         calls.append(sample.name)
         sample.append([7, 8, 9], [0.0] * 3, sample.version_runs[-1][0], mask=0)
-    await generate(sample)
+    await agent.generate(sample)
 
 
-async def endless(args, sample, generate):
+async def endless(args, sample, agent):
     await asyncio.sleep(60 if sample.group_id == 0 else 0)
-    await generate(sample)
+    await agent.generate(sample)
 
 
 def test_async_rewards_run_in_parallel(make):
