@@ -76,20 +76,22 @@ class Agent:
             return f"error: {error}"
 
     def reply(self, sample, content, role="tool", max_tokens=256):
-        """Appends a message to the conversation, cut to `max_tokens`, with all that the chat template puts between the turns of the
-        model. False, with nothing appended, where that would leave no budget for another turn."""
-        cut = self.tokenizer.encode(content, add_special_tokens=False)
-        content = content if len(cut) <= max_tokens else self.tokenizer.decode(cut[:max_tokens]) + "..."
-        said = [{"role": "assistant", "content": self.turn(sample)}, {"role": role, "content": content}]
-        if not self.append(sample, self.between(role, content, sample.response_tokens[-1])):
+        """Appends a message to the conversation, or several of a list, each cut to `max_tokens`, with all that the chat template
+        puts between two turns of the model. False, with nothing appended, where that would leave no budget for another turn."""
+        contents = [self.cut(text, max_tokens) for text in ([content] if isinstance(content, str) else content)]
+        said = [{"role": "assistant", "content": self.turn(sample)}, *({"role": role, "content": text} for text in contents)]
+        if not self.append(sample, self.between(said[1:], sample.response_tokens[-1])):
             return False
         sample.messages += said
         return True
 
-    def between(self, role, content, last):
+    def cut(self, text, max_tokens):
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        return text if len(tokens) <= max_tokens else self.tokenizer.decode(tokens[:max_tokens]) + "..."
+
+    def between(self, messages, last):
         """The template's text from the end of the model's turn, whose last token is `last`, to where the model speaks again."""
-        messages = [{"role": "user", "content": "(a question)"}, {"role": "assistant", "content": ANSWER},
-                    {"role": role, "content": content}]
+        messages = [{"role": "user", "content": "(a question)"}, {"role": "assistant", "content": ANSWER}, *messages]
         text = render(self.args, self.tokenizer, messages, add_generation_prompt=True).split(ANSWER, 1)[1]
         return text.removeprefix(self.tokenizer.decode([last])) if last in self.stops else text
 

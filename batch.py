@@ -79,7 +79,7 @@ def batch_metrics(args, step, groups):
     for version, count in (run for s in samples for run in s.version_runs):
         lags[step - version] += count
     talks = [s for s in samples if s.messages]
-    talking = {"rollout/turns": float(np.mean([1 + len(s.messages) / 2 for s in talks])),
+    talking = {"rollout/turns": float(np.mean([1 + sum(m["role"] == "assistant" for m in s.messages) for s in talks])),
                "rollout/template_mismatch": float(np.mean([s.mismatch == "text" for s in talks])),
                "rollout/retokenized": float(np.mean([s.mismatch == "tokens" for s in talks]))} if talks else {}
     return {"rollout/reward": float(np.mean([s.reward for s in samples if s.part == 0])), **talking,

@@ -81,7 +81,8 @@ class TrainWorker:
 
         An advantage function finds in the batch, for each sample of the whole batch on every rank: rewards [S] (the task's, with
         the overlong penalty and the KL penalty), scores [S] (without KL), kl [S][n] (to the reference, zeros without --kl-coef),
-        group_ids, shares [S] (1, or 1 / samples of an attempt that made several), tokens, response_lengths, loss_mask [S][n], rollout_logprobs [S][n], versions, and columns {name: [S]}.
+        group_ids, shares [S] (1, or 1 / samples of an attempt that made several), tokens, response_lengths, loss_mask [S][n],
+        rollout_logprobs [S][n], versions, and columns {name: [S]}.
         """
         args, lengths = self.args, batch["response_lengths"]
         mine = [micro for plan in updates for micro in plan]

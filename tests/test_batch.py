@@ -10,7 +10,8 @@ from batch import batch_metrics, load_groups, make_batch, makespan, plain_column
 from buffer import Group, Sample
 from tracking import speed
 
-ARGS = SimpleNamespace(fully_async=False, mask_offpolicy_in_partial_rollout=False, num_engines=1, sglang_server_concurrency=2)
+ARGS = SimpleNamespace(fully_async=False, mask_offpolicy_in_partial_rollout=False, num_engines=1, sglang_server_concurrency=2,
+                       global_batch_size=2, data_parallel_size=1)
 
 
 def make_group(group_id, runs, rewards=(1.0, 0.0), text="3+4="):
