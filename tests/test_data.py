@@ -80,12 +80,12 @@ def test_a_part_of_a_split(tmp_path):
     assert [row["question"] for row in load_rows(path, KEYS, "--prompt-data")] == ["1+1", "2+1"]
 
 
-@pytest.mark.parametrize("options, text", [("name=other", "BuilderConfig 'other' not found"), ("split=validation", "Unknown split \validation\"), ("name", "bad query field")])
+@pytest.mark.parametrize("options, text", [("name=other", "other"), ("split=validation", "validation"), ("name", "bad query field")])
 def test_a_set_that_is_not_there_is_one_line_with_the_flag(options, text, tmp_path):
     path = write(tmp_path, "hub").partition("?")[0] + "?" + options
     with pytest.raises(ValueError, match="--prompt-data .*sums.*: ") as error:
         load_rows(path, KEYS, "--prompt-data")
-    assert text in str(error.value) and "\n" not in str(error.value)
+    assert text in str(error.value).split(f"{options}: ")[1] and "\n" not in str(error.value)
 
 
 def test_a_name_of_the_hub_that_does_not_exist_is_one_line(monkeypatch):
