@@ -1,5 +1,6 @@
 """Rewards on hand-chosen answers, right and wrong ones, and the service behind --rm-url."""
 
+import contextlib
 import json
 import os
 import signal
@@ -141,7 +142,8 @@ def service():
                 status = 200
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(text.encode())
+            with contextlib.suppress(BrokenPipeError):
+                self.wfile.write(text.encode())
 
         def log_message(self, *_):
             pass
