@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 import chat_templates
-import harness      # noqa: F401  (puts scripts/ on the path)
+import harness
+import light
+import scripted_engine
 from agent import Aborted, Agent
-from buffer import Dropped, Group, Sample
+from batch import load_groups, make_batch, save_groups
+from buffer import Dropped, Group, Ledger, Sample
 from data import render
 from examples import calculator
 
@@ -342,3 +345,99 @@ def test_what_is_left_undone_is_named():
     agent, sample = make_agent("qwen2.5", ["a"])
     with pytest.raises(Dropped, match=r"branch_prompt_too_long: \d+ tokens, --rollout-max-prompt-len 200"):
         agent.branch(sample, [{"role": "user", "content": "é" * 500}])
+
+
+# ---- whole runs -------------------------------------------------------------------------------------------
+async def research(args, sample, agent):
+    """Two turns with a tool; every other attempt asks a helper, with a sample of its own, in place of the tool."""
+    if not agent.turns(sample):
+        await agent.generate(sample)
+        if sample.index % 2:
+            helper = (agent.branches(sample) or [agent.branch(sample, [{"role": "user", "content": "Help!"}])])[0]
+            if helper.status == "pending":
+                helper.status = await agent.generate(helper)
+            result = "helped"
+        else:
+            result = await agent.tool(remember, f"{args.run_dir}/tool.log", f"{sample.group_id} {sample.index}")
+        agent.reply(sample, result)
+    return await agent.generate(sample)
+
+
+def remember(path, line):
+    with open(path, "a") as f:
+        f.write(line + "\n")
+    return "done"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return harness.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    servers = scripted_engine.start(1, vocab_size=250, lengths="3:1,2:4,1:14", unit_seconds=0.01)
+    yield servers[0][1]
+    scripted_engine.stop(servers)
+
+
+@pytest.mark.contract
+def test_a_stream_of_conversations_is_interrupted_continued_trained_and_replayed(model, engine, tmp_path):
+    """Partial rollout through turns, tools and helpers. No tool runs twice, nothing is lost, all columns fit; and the replay ends
+    with the same weights."""
+    flags = dict(staleness_threshold=1.0, partial_rollout=True, custom_generate_function_path="test_agent.research", num_rollout=8,
+                 n_samples_per_prompt=4, rollout_max_response_len=120, rollout_max_prompt_len=60, max_tokens_per_gpu=512,
+                 apply_chat_template=True, save_interval=8)
+    light.succeed("train_fully_async.py", harness.flags(model, tmp_path, "talks", [engine], **flags))
+    records = list(Ledger.read(str(tmp_path / "talks" / "ledger.jsonl")))
+    interrupted = [r for r in records if r["event"] == "put_back" and any(r["tokens"])]
+    assert len(interrupted) > 3 and any(len(r["tokens"]) > 4 for r in interrupted), "no helper was interrupted: this shows nothing"
+    ran = (tmp_path / "talks" / "tool.log").read_text().splitlines()
+    assert len(ran) == len(set(ran)), "a tool ran twice"
+    for step in range(8):
+        for group in load_groups(str(tmp_path / "talks" / "samples" / f"step_{step:07d}.npz")):
+            helpers = [s for s in group.samples if s.part]
+            assert [s.index for s in group.attempts] == [0, 1, 2, 3] and sorted(s.index for s in helpers) == [1, 3]
+            assert {f"{group.group_id} {i}" for i in (0, 2)} <= set(ran)
+            for s in group.samples:
+                assert len(s.response_tokens) == len(s.loss_mask) == len(s.rollout_logprobs) == sum(n for _, n in s.version_runs)
+                assert all(logprob == 0.0 for logprob, mask in zip(s.rollout_logprobs, s.loss_mask) if not mask)
+                assert all(logprob < 0.0 for logprob, mask in zip(s.rollout_logprobs, s.loss_mask) if mask)
+                assert bool(s.messages) == (s.part == 0) and s.reward == group.attempts[s.index].reward
+    rows = harness.metrics(tmp_path, "talks")
+    assert all(row["rollout/turns"] == 2.0 for row in rows) and max(row["staleness/max"] for row in rows) > 0
+    status, output = light.run("train_fully_async.py", ["--replay", str(tmp_path / "talks"), "--output-dir", str(tmp_path),
+                                                        "--run-name", "again"])
+    assert status == 0, output[-3000:]
+    assert harness.same_bits(*(harness.saved_state(tmp_path, name, 8) for name in ("talks", "again")))
+
+
+@pytest.mark.contract
+@pytest.mark.parallel
+def test_samples_that_fill_up_a_step_change_nothing(model, tmp_path):
+    """The same two batches, where attempts made 1, 2 or 3 samples, on one rank and on two, which need copies to fill up."""
+    draw = random.Random(6)
+    for step in range(2):
+        groups = []
+        for group_id in range(4 * step, 4 * step + 4):
+            samples = [Sample(group_id, i, 0, "", "", [7, 8, 9], reward=float(draw.random() < 0.5)) for i in range(2)]
+            samples += [Sample(group_id, i, 0, "", "", [7, 8], reward=samples[i].reward, part=part)
+                        for i in range(2) for part in range(1, draw.randint(1, 3))]
+            for sample in samples:
+                length = draw.randint(1, 6)
+                sample.append([draw.randint(4, 200) for _ in range(length)], [-5.5] * length, step)
+                sample.status = "completed"
+            groups.append(Group(group_id, 0, 0, samples))
+        save_groups(str(tmp_path / f"{step}.npz"), groups)
+    for ranks in (1, 2):
+        harness.succeed("train_sync.py", harness.flags(model, tmp_path, f"ranks{ranks}", [], num_rollout=2, global_batch_size=4,
+                                                       actor_num_gpus_per_node=ranks, debug_train_only=True, kl_coef=0.1,
+                                                       load_debug_rollout_data=str(tmp_path / "{step}.npz")))
+    args = [SimpleNamespace(fully_async=False, mask_offpolicy_in_partial_rollout=False, global_batch_size=4, data_parallel_size=n)
+            for n in (1, 2)]
+    sizes = [[make_batch(a, 0, load_groups(str(tmp_path / f"{step}.npz")))["update_sizes"] for step in range(2)] for a in args]
+    assert sizes[0] != sizes[1], "nothing had to be filled up: the test shows nothing"
+    one, two = (harness.metrics(tmp_path, f"ranks{ranks}") for ranks in (1, 2))
+    for name in ("train/loss", "train/grad_norm", "train/first_ppo_kl"):
+        assert [row[name] for row in one] == pytest.approx([row[name] for row in two], rel=1e-4, abs=1e-6), name
+    assert one[1]["train/grad_norm"] > 1e-3
