@@ -2,22 +2,28 @@
 samples of one attempt."""
 
 import asyncio
+import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import chat_templates
+import engine as engine_module
 import harness
 import light
 import scripted_engine
 from agent import Aborted, Agent
+from args import parse_args
 from batch import load_groups, make_batch, save_groups
 from buffer import Dropped, Group, Ledger, Sample
 from data import render
 from examples import calculator
+from rollout import RolloutManager
 
 FAMILIES = sorted(chat_templates.SPECIAL)
 TOKENIZERS = {name: chat_templates.make_tokenizer(name) for name in FAMILIES}
@@ -441,3 +447,66 @@ def test_samples_that_fill_up_a_step_change_nothing(model, tmp_path):
     for name in ("train/loss", "train/grad_norm", "train/first_ppo_kl"):
         assert [row[name] for row in one] == pytest.approx([row[name] for row in two], rel=1e-4, abs=1e-6), name
     assert one[1]["train/grad_norm"] > 1e-3
+
+
+def teach(folder, rows):
+    """Trains the random model in `folder` on whole conversations with the calculator until it has them by heart."""
+    tokenizer, network = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = []
+    for prompt, label in rows:
+        talk = [{"role": "user", "content": prompt}, {"role": "assistant", "content": f"<calc>{prompt.strip('=')}</calc>"},
+                {"role": "tool", "content": label}, {"role": "assistant", "content": label}]
+        batch.append(tokenizer.encode(tokenizer.apply_chat_template(talk, tokenize=False), add_special_tokens=False))
+    assert len({len(ids) for ids in batch}) == 1
+    ids = torch.tensor(batch)
+    adam = torch.optim.Adam(network.parameters(), lr=5e-3)
+    for _ in range(150):
+        loss = network(input_ids=ids, labels=ids).loss
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    network.save_pretrained(folder)
+    return network.eval()
+
+
+@pytest.mark.contract
+def test_the_calculator_with_a_real_engine(tmp_path):
+    """A tiny model that has learned to call the calculator, on the real SGLang server, with over-sampling and partial rollout: the
+    conversations are the template's, token by token, and the log-probs of what was sampled are Hugging Face's."""
+    folder = harness.make_model(tmp_path, rows=8)
+    rows = [(f"{a}+{b}=", str(a + b)) for a, b in ((11, 22), (35, 14), (40, 30), (51, 18), (23, 71), (12, 12), (67, 21), (90, 9))]
+    with open(f"{folder}/train.jsonl", "w") as f:
+        f.writelines(json.dumps({"prompt": prompt, "label": label}) + "\n" for prompt, label in rows[:7])
+    network = teach(folder, rows[:7])
+    args = parse_args(harness.flags(folder, tmp_path, "run", [], custom_generate_function_path="examples.calculator.generate",
+                                    custom_rm_path=None, rm_type="exact", apply_chat_template=True, rollout_max_prompt_len=60,
+                                    rollout_max_response_len=100, max_tokens_per_gpu=512, partial_rollout=True,
+                                    over_sampling_batch_size=6, n_samples_per_prompt=4))
+    server = engine_module.Server(0, args)
+    try:
+        manager = RolloutManager(args)
+        manager.connect([server.start()])
+        samples = asyncio.run(three_batches(manager))
+    finally:
+        server.stop(grace=0)
+    assert len(samples) == 3 * 4 * 4
+    right = [s for s in samples if s.reward == 1.0]
+    assert len(right) > 0.7 * len(samples) and all([m["content"] for m in s.messages][1:] == [s.label] for s in right)
+    assert {s.mismatch for s in right} == {""} and {s.mismatch for s in samples} <= {"", "text"}
+    for s in samples[::4]:
+        with torch.no_grad():
+            logits = network(torch.tensor([s.prompt_tokens + s.response_tokens])).logits[0, len(s.prompt_tokens) - 1:-1]
+        logp = torch.log_softmax(logits, -1).gather(1, torch.tensor(s.response_tokens)[:, None])[:, 0]
+        difference = (logp - torch.tensor(s.rollout_logprobs)).abs() * torch.tensor(s.loss_mask)
+        assert difference.max() < 1e-4 and 0 < sum(s.loss_mask) < len(s.loss_mask) or not s.messages
+
+
+async def three_batches(manager):
+    await manager.publish(0, None)
+    samples = []
+    for step in range(3):
+        groups, _ = await manager.next_groups(step)
+        manager.buffer.trained(step)
+        samples += [sample for group in groups for sample in group.samples]
+    await manager.session.close()
+    return samples
