@@ -147,8 +147,8 @@ class Agent:
 
     def compare(self, sample):
         """Whether the conversation's token ids are those of the chat template's own rendering: "" if they are, or if there is no
-        conversation; "tokens": the same text cut into other tokens; "text": another text, of which the template dropped or
-        added something (Qwen3 drops earlier thinking, Llama 3 trims)."""
+        conversation; "tokens" for the same text cut into other tokens; "text: ..." for another text, and where it begins: the
+        template dropped or added something (Qwen3 drops earlier thinking, Llama 3 trims)."""
         if not sample.messages or "prompt_messages" not in sample.metadata:
             return ""
         messages = sample.metadata["prompt_messages"] + sample.messages
@@ -161,7 +161,11 @@ class Agent:
         text = render(self.args, self.tokenizer, messages, add_generation_prompt=not ended)
         if self.tokenizer.encode(text, add_special_tokens=False)[:len(tokens)] == tokens:
             return ""
-        return "tokens" if text.startswith(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)) else "text"
+        said = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        if text.startswith(said):
+            return "tokens"
+        i = next((i for i, (a, b) in enumerate(zip(said, text)) if a != b), min(len(said), len(text)))
+        return f"text: {said[max(0, i - 20):i + 20]!r} is in the sample where the chat template has {text[max(0, i - 20):i + 20]!r}"
 
 
 def turn_start(sample):

@@ -80,7 +80,7 @@ def batch_metrics(args, step, groups):
         lags[step - version] += count
     talks = [s for s in samples if s.messages]
     talking = {"rollout/turns": float(np.mean([1 + sum(m["role"] == "assistant" for m in s.messages) for s in talks])),
-               "rollout/template_mismatch": float(np.mean([s.mismatch == "text" for s in talks])),
+               "rollout/template_mismatch": float(np.mean([s.mismatch.startswith("text") for s in talks])),
                "rollout/retokenized": float(np.mean([s.mismatch == "tokens" for s in talks]))} if talks else {}
     return {"rollout/reward": float(np.mean([s.reward for s in samples if s.part == 0])), **talking,
             "rollout/response_len": float(np.mean([len(s.response_tokens) for s in samples])),

@@ -75,6 +75,7 @@ class RolloutManager:
         self.eval_rows = {name: PromptRows(path, args, self.tokenizer) for name, path in args.eval_sets}
         self.version = None                       # published to all engines
         self.released = False                     # the engines' memory is lent to the training
+        self.mismatch_shown = False
         self.evaluating, self.eval_wait = None, 0.0   # the evaluation that runs; how long the last sync waited for one
         self.proof, self.check_time = None, 0.0   # the comparison of fingerprints since the last sync, and what it took
         self.works = {}                           # group id -> Work, of the groups in flight
@@ -116,11 +117,19 @@ class RolloutManager:
         seconds = time.time() - started
         for path in filter(None, (self.args.record_path, self.args.save_debug_rollout_data)):
             await asyncio.to_thread(save_groups, path.format(step=step), groups)
+        self.show_mismatch(groups)
         metrics = {**batch_metrics(self.args, step, groups), **counts, **self.lane_metrics(seconds),
                    "perf/generate_time": seconds, "sync/check_time": self.check_time, "sync/eval_wait_time": self.eval_wait}
         if self.buffer:
             metrics.update({f"length_bias/{fate}": bias for fate, bias in self.buffer.length_bias().items()})
         return ray.put(make_batch(self.args, step, groups)), metrics
+
+    def show_mismatch(self, groups):
+        """The run's first conversation whose text is not what the chat template makes of it; the metrics count them all."""
+        found = [s for group in groups for s in group.samples if s.mismatch.startswith("text")]
+        if found and not self.mismatch_shown:
+            self.mismatch_shown = True
+            print(f"warning: rollout/template_mismatch: {found[0].name}: {found[0].mismatch}", flush=True)
 
     async def next_groups(self, step):
         """(groups, counts), or (None, counts) when the data have ended. After a resume the batch that waited at the save is

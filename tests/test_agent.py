@@ -4,6 +4,7 @@ samples of one attempt."""
 import asyncio
 import json
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -138,22 +139,23 @@ def test_long_conversations_of_any_text(family):
         last = {"role": "assistant", "content": turns[-1]}
         text = render(agent.args, agent.tokenizer, [*QUESTION, *sample.messages, last])
         said = agent.tokenizer.decode(sample.prompt_tokens + sample.response_tokens)
-        assert sample.mismatch == ("" if text.startswith(said) else "text")
-        kinds[sample.mismatch] += 1
+        assert sample.mismatch.split(":")[0] == ("" if text.startswith(said) else "text")
+        kinds[sample.mismatch.split(":")[0]] += 1
         sampled = [token for token, mask in zip(sample.response_tokens, sample.loss_mask) if mask]
         assert sampled == [token for turn in turns for token in encode(family, turn)], "sampled tokens are never touched"
     assert kinds[""] >= 30 and (family == "qwen2.5") == (kinds["text"] == 0)
 
 
-@pytest.mark.parametrize("family, turns, kwargs", [
-    ("llama3", [" <calc>1+1</calc>", "2"], {}),                                  # the template trims
-    ("qwen3", ["<think>\na\n</think>\n\n<calc>1+1</calc>", "2"], {}),           # and adds empty thinking to the last answer
-    ("qwen3", ["<calc>1+1</calc>", "2"], {"enable_thinking": False}),           # and takes it from the first, where the prompt has it
+@pytest.mark.parametrize("family, turns, kwargs, said, template", [
+    ("llama3", [" <calc>1+1</calc>", "2"], {}, "header_id|>\\n\\n <calc>", "header_id|>\\n\\n<calc>"),   # trims
+    ("qwen3", ["<think>\na\n</think>\n\n<calc>1+1</calc>", "2"], {}, "assistant\\n2<|im_end|>'", "assistant\\n<think>"),      # empty thinking
+    ("qwen3", ["<calc>1+1</calc>", "2"], {"enable_thinking": False}, "assistant\\n<think>", "assistant\\n<calc>"),         # only in the prompt
 ])
-def test_what_the_template_changes_is_reported(family, turns, kwargs):
+def test_what_the_template_changes_is_reported_with_its_place(family, turns, kwargs, said, template):
     agent, sample = make_agent(family, turns, **kwargs)
     play(agent, sample)
-    assert sample.mismatch == "text"
+    kind, here, there = re.match(r"(text): (.*) is in the sample where the chat template has (.*)", sample.mismatch).groups()
+    assert said in here and template in there and said not in there
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -492,7 +494,7 @@ def test_the_calculator_with_a_real_engine(tmp_path):
     assert len(samples) == 3 * 4 * 4
     right = [s for s in samples if s.reward == 1.0]
     assert len(right) > 0.7 * len(samples) and all([m["content"] for m in s.messages][1:] == [s.label] for s in right)
-    assert {s.mismatch for s in right} == {""} and {s.mismatch for s in samples} <= {"", "text"}
+    assert {s.mismatch for s in right} == {""}
     for s in samples[::4]:
         with torch.no_grad():
             logits = network(torch.tensor([s.prompt_tokens + s.response_tokens])).logits[0, len(s.prompt_tokens) - 1:-1]

@@ -112,7 +112,7 @@ def test_conversations_in_the_metrics():
     groups = [make_group(3, [(5, 1)]), make_group(4, [(5, 1)])]
     assert not any("turns" in name for name in batch_metrics(ARGS, 5, groups))
     tool = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "1"}]
-    for sample, turns, mismatch in zip([s for g in groups for s in g.samples], (1, 2, 3, 0), ("", "text", "tokens", "text")):
+    for sample, turns, mismatch in zip([s for g in groups for s in g.samples], (1, 2, 3, 0), ("", "text: here", "tokens", "text: there")):
         sample.messages, sample.mismatch = tool * turns, mismatch
     metrics = batch_metrics(ARGS, 5, groups)
     assert (metrics["rollout/turns"], metrics["rollout/template_mismatch"], metrics["rollout/retokenized"]) == (3.0, 1 / 3, 1 / 3)
