@@ -57,7 +57,10 @@ class Agent:
         """The text of the turn that the model has just ended, without the stop token; "" behind a tool's tokens."""
         tokens = sample.response_tokens[turn_start(sample):]
         tokens = tokens[:-1] if tokens and tokens[-1] in self.stops else tokens
-        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.decode(tokens)
+
+    def decode(self, tokens, skip_special_tokens=False):
+        return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     # ---- what the model did not write ---------------------------------------------------------------------
     async def tool(self, function, *arguments, timeout=10.0):
@@ -87,13 +90,13 @@ class Agent:
 
     def cut(self, text, max_tokens):
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
-        return text if len(tokens) <= max_tokens else self.tokenizer.decode(tokens[:max_tokens]) + "..."
+        return text if len(tokens) <= max_tokens else self.decode(tokens[:max_tokens]) + "..."
 
     def between(self, messages, last):
         """The template's text from the end of the model's turn, whose last token is `last`, to where the model speaks again."""
         messages = [{"role": "user", "content": "(a question)"}, {"role": "assistant", "content": ANSWER}, *messages]
         text = render(self.args, self.tokenizer, messages, add_generation_prompt=True).split(ANSWER, 1)[1]
-        return text.removeprefix(self.tokenizer.decode([last])) if last in self.stops else text
+        return text.removeprefix(self.decode([last])) if last in self.stops else text
 
     def append(self, sample, text):
         """Appends plain text: mask 0, log-probs 0.0. False, with nothing appended, where no budget would be left."""
@@ -142,7 +145,7 @@ class Agent:
             if part.status not in ("completed", "truncated") or not part.response_tokens:
                 raise ValueError(f"--custom-generate-function-path returned with {part.name}, part {part.part}: {part.status}, "
                                  f"{len(part.response_tokens)} tokens: generate it, and return or set its status")
-            part.response = self.tokenizer.decode(part.response_tokens[turn_start(part):], skip_special_tokens=True)
+            part.response = self.decode(part.response_tokens[turn_start(part):], skip_special_tokens=True)
             part.mismatch = self.compare(part)
 
     def compare(self, sample):
@@ -161,11 +164,12 @@ class Agent:
         text = render(self.args, self.tokenizer, messages, add_generation_prompt=not ended)
         if self.tokenizer.encode(text, add_special_tokens=False)[:len(tokens)] == tokens:
             return ""
-        said = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        said = self.decode(tokens)
         if text.startswith(said):
             return "tokens"
         i = next((i for i, (a, b) in enumerate(zip(said, text)) if a != b), min(len(said), len(text)))
-        return f"text: {said[max(0, i - 20):i + 20]!r} is in the sample where the chat template has {text[max(0, i - 20):i + 20]!r}"
+        here, there = (whole[max(0, i - 20):i + 20] for whole in (said, text))
+        return f"text: {here!r} is in the sample where the chat template has {there!r}"
 
 
 def turn_start(sample):

@@ -458,9 +458,9 @@ def check_ranges(args):
     ranges = {"lr": (0, 10), "min_lr": (0, 10), "weight_decay": (0, 10), "adam_beta1": (0, 1), "adam_beta2": (0, 1),
               "adam_eps": (0, 1), "clip_grad": (0, math.inf), "eps_clip": (0, 1), "eps_clip_high": (0, 100),
               "rollout_temperature": (0, 100), "eval_temperature": (0, 100), "rollout_top_p": (0, 1), "eval_top_p": (0, 1),
-              "kl_coef": (0, 100), "kl_loss_coef": (0, 100), "entropy_coef": (-10, 10),
-              "lr_warmup_iters": (0, math.inf), "max_lag": (0, math.inf), "staleness_threshold": (0, 1000), "sglang_port": (1, 65535), "rollout_max_prompt_len": (1, math.inf),
-              "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
+              "kl_coef": (0, 100), "kl_loss_coef": (0, 100), "entropy_coef": (-10, 10), "lr_warmup_iters": (0, math.inf),
+              "max_lag": (0, math.inf), "staleness_threshold": (0, 1000), "sglang_port": (1, 65535),
+              "rollout_max_prompt_len": (1, math.inf), "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
               "parity_warn": (0, math.inf), "parity_max": (0, math.inf), "overlong_penalty_factor": (0, 100),
               "loss_scale_factor": (1e-6, math.inf), "critic_lr": (0, 10), "value_clip": (0, math.inf), "gamma": (0, 1),
               "lambd": (0, 1)}

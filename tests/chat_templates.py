@@ -58,19 +58,23 @@ QWEN3 = r"""
         {{- '<|im_end|>\n' }}
     {%- elif message.role != 'tool' %}
         {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}""" + TOOL_TURNS + r"""
-{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"""
+{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}
+    {{- '<think>\n\n</think>\n\n' }}
+{%- endif %}"""
 
 SPECIAL = {"llama3": (["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"], LLAMA3),
            "qwen2.5": (["<|endoftext|>", "<|im_end|>", "<|im_start|>"], QWEN25),
            "qwen3": (["<|endoftext|>", "<|im_end|>", "<|im_start|>"], QWEN3)}
 # how all three cut a text before merging: newlines by themselves, digits up to three (Llama) or one at a time (Qwen)
-WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}"
+         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 CORPUS = ["the answer is twelve and the result of the calculation is 12", "<calc>12+30</calc> <think>\nlet me see\n</think>\n\n",
-          "<tool_response>\n42\n</tool_response>", "user assistant system tool ipython", "What is the sum of the numbers, please?"] * 20
+          "<tool_response>\n42\n</tool_response>", "user assistant system tool ipython",
+          "What is the sum of the numbers, please?"] * 20
 
 
 def make_tokenizer(name):
-    """A byte-level BPE of a few hundred entries with the special tokens and the template of the family; `eos_token` ends a turn."""
+    """A byte-level BPE of a few hundred entries with the family's special tokens and template; `eos_token` ends a turn."""
     special, template = SPECIAL[name]
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(WORDS.replace("DIGITS", "1,3" if name == "llama3" else "1")), "isolated")

@@ -32,8 +32,8 @@ QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 
 def make_agent(family, turns, messages=QUESTION, max_len=10 ** 6, stop_at=None, **kwargs):
-    """(agent, sample) whose model says the texts (or ids) `turns` one after the other, each with the stop token behind it. Aborted before
-    the token number stop_at[0] of all that it says; the list holds the other places of interruptions, each counted from the last."""
+    """(agent, sample) whose model says the texts (or ids) `turns` one after the other, each with the stop token behind it.
+    Aborted before the token number stop_at[0] of all that it says; the other places are each counted from the last."""
     tokenizer, args = TOKENIZERS[family], SimpleNamespace(apply_chat_template_kwargs=kwargs, rollout_max_prompt_len=200)
     prompt = render(args, tokenizer, messages, add_generation_prompt=True)
     sample = Sample(0, 0, 0, prompt, "84", tokenizer.encode(prompt, add_special_tokens=False), {"prompt_messages": messages})
@@ -82,7 +82,8 @@ def play(agent, sample, function=calculator.generate):
 # ---- the templates ----------------------------------------------------------------------------------------
 WHOLE = {
     "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
-              "Today Date: 26 Jul 2024\n\nBe brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nWhat is (12+30)*2?<|eot_id|>"
+              "Today Date: 26 Jul 2024\n\nBe brief.<|eot_id|>"
+              "<|start_header_id|>user<|end_header_id|>\n\nWhat is (12+30)*2?<|eot_id|>"
               "<|start_header_id|>assistant<|end_header_id|>\n\n<calc>12+30</calc><|eot_id|>"
               "<|start_header_id|>ipython<|end_header_id|>\n\n\"42\"<|eot_id|>"
               "<|start_header_id|>assistant<|end_header_id|>\n\nIt is 84.<|eot_id|>",
@@ -108,7 +109,8 @@ def test_a_conversation_is_what_the_template_makes_of_it(family):
     first, second = (encode(family, text) for text in SAID[family])
     tool = len(sample.response_tokens) - len(first) - len(second)
     assert sample.loss_mask == [1] * len(first) + [0] * tool + [1] * len(second) and tool > 5
-    assert sample.rollout_logprobs == [-1.0 - i for i in range(len(first))] + [0.0] * tool + [-1.0 - i for i in range(len(second))]
+    counted = lambda turn: [-1.0 - i for i in range(len(turn))]
+    assert sample.rollout_logprobs == counted(first) + [0.0] * tool + counted(second)
     assert sample.version_runs == [[3, len(sample.response_tokens)]]
     assert sample.response == SAID[family][1], "what the reward sees is what was said last"
     roles = [message["role"] for message in sample.messages]
@@ -148,8 +150,10 @@ def test_long_conversations_of_any_text(family):
 
 @pytest.mark.parametrize("family, turns, kwargs, said, template", [
     ("llama3", [" <calc>1+1</calc>", "2"], {}, "header_id|>\\n\\n <calc>", "header_id|>\\n\\n<calc>"),   # trims
-    ("qwen3", ["<think>\na\n</think>\n\n<calc>1+1</calc>", "2"], {}, "assistant\\n2<|im_end|>'", "assistant\\n<think>"),      # empty thinking
-    ("qwen3", ["<calc>1+1</calc>", "2"], {"enable_thinking": False}, "assistant\\n<think>", "assistant\\n<calc>"),         # only in the prompt
+    ("qwen3", ["<think>\na\n</think>\n\n<calc>1+1</calc>", "2"], {},
+     "assistant\\n2<|im_end|>'", "assistant\\n<think>"),    # empty thinking
+    ("qwen3", ["<calc>1+1</calc>", "2"], {"enable_thinking": False},
+     "assistant\\n<think>", "assistant\\n<calc>"),         # only in the prompt
 ])
 def test_what_the_template_changes_is_reported_with_its_place(family, turns, kwargs, said, template):
     agent, sample = make_agent(family, turns, **kwargs)
@@ -187,7 +191,7 @@ def test_several_results_stand_in_one_reply(family):
 # ---- interruptions ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("family", FAMILIES)
 def test_interrupted_at_any_token_it_ends_the_same(family, monkeypatch):
-    """Once at each token of three turns, and at each pair of tokens: the sample is the uninterrupted one, and each tool ran once."""
+    """Once at each token of three turns, and at pairs of tokens: the sample is the uninterrupted one, and each tool ran once."""
     turns = SAID[family][:1] + [SAID[family][0].replace("12+30", "42*2")] + SAID[family][1:]
     ran = []
     monkeypatch.setattr(calculator, "calculate", lambda text: ran.append(text) or {"12+30": 42, "42*2": 84}[text])
@@ -239,10 +243,12 @@ def test_what_runs_on_behind_an_interruption_changes_nothing():
 
 # ---- limits -----------------------------------------------------------------------------------------------
 def test_the_calculator_by_hand():
-    for text, want in (("2+3*4", 14), ("7/2", 3.5), ("8/2", 4), (" (1+2)*-3", -9), ("17//5", 3), ("-7%3", 2), ("0.1+0.2", 0.1 + 0.2)):
+    for text, want in (("2+3*4", 14), ("7/2", 3.5), ("8/2", 4), (" (1+2)*-3", -9), ("17//5", 3), ("-7%3", 2),
+                       ("0.1+0.2", 0.1 + 0.2)):
         assert calculator.calculate(text) == want
     for text, error in (("2**3", ValueError), ("a+1", ValueError), ("__import__('os')", ValueError), ("1/0", ZeroDivisionError),
-                        ("1+", SyntaxError), ("'a'*3", ValueError), ("1" * 201, ValueError), ("", SyntaxError), ("1e308*10", ArithmeticError)):
+                        ("1+", SyntaxError), ("'a'*3", ValueError), ("1" * 201, ValueError), ("", SyntaxError),
+                        ("1e308*10", ArithmeticError)):
         with pytest.raises(error):
             calculator.calculate(text)
 
@@ -393,13 +399,13 @@ def engine():
 def test_a_stream_of_conversations_is_interrupted_continued_trained_and_replayed(model, engine, tmp_path):
     """Partial rollout through turns, tools and helpers. No tool runs twice, nothing is lost, all columns fit; and the replay ends
     with the same weights."""
-    flags = dict(staleness_threshold=1.0, partial_rollout=True, custom_generate_function_path="test_agent.research", num_rollout=8,
-                 n_samples_per_prompt=4, rollout_max_response_len=120, rollout_max_prompt_len=60, max_tokens_per_gpu=512,
+    flags = dict(staleness_threshold=1.0, partial_rollout=True, custom_generate_function_path="test_agent.research",
+                 num_rollout=8, n_samples_per_prompt=4, rollout_max_response_len=120, rollout_max_prompt_len=60, max_tokens_per_gpu=512,
                  apply_chat_template=True, save_interval=8)
     light.succeed("train_fully_async.py", harness.flags(model, tmp_path, "talks", [engine], **flags))
     records = list(Ledger.read(str(tmp_path / "talks" / "ledger.jsonl")))
     interrupted = [r for r in records if r["event"] == "put_back" and any(r["tokens"])]
-    assert len(interrupted) > 3 and any(len(r["tokens"]) > 4 for r in interrupted), "no helper was interrupted: this shows nothing"
+    assert len(interrupted) > 3 and any(len(r["tokens"]) > 4 for r in interrupted), "no helper was interrupted"
     ran = (tmp_path / "talks" / "tool.log").read_text().splitlines()
     assert len(ran) == len(set(ran)), "a tool ran twice"
     for step in range(8):
@@ -473,8 +479,8 @@ def teach(folder, rows):
 
 @pytest.mark.contract
 def test_the_calculator_with_a_real_engine(tmp_path):
-    """A tiny model that has learned to call the calculator, on the real SGLang server, with over-sampling and partial rollout: the
-    conversations are the template's, token by token, and the log-probs of what was sampled are Hugging Face's."""
+    """A tiny model that has learned to call the calculator, on the real SGLang server, with over-sampling and partial rollout:
+    the conversations are the template's, token by token, and the log-probs of what was sampled are Hugging Face's."""
     folder = harness.make_model(tmp_path, rows=8)
     rows = [(f"{a}+{b}=", str(a + b)) for a, b in ((11, 22), (35, 14), (40, 30), (51, 18), (23, 71), (12, 12), (67, 21), (90, 9))]
     with open(f"{folder}/train.jsonl", "w") as f:

@@ -91,8 +91,8 @@ def test_own_columns_reach_the_batch_as_plain_numbers():
 
 
 def test_several_samples_of_an_attempt_by_hand():
-    """Two groups, the first with a second sample of its attempt 0; two optimizer steps of two attempts on two ranks. Three samples
-    do not divide by two: the shortest is there twice, once without loss and in a group of its own."""
+    """Two groups, the first with a second sample of its attempt 0; two optimizer steps of two attempts on two ranks. Three
+    samples do not divide by two: the shortest is there twice, once without loss and in a group of its own."""
     groups = [make_group(3, [(5, 2)]), make_group(4, [(5, 1)])]
     part = Sample(3, 0, 7, "help", "7", [1, 2, 3], part=1, reward=1.0)
     part.append([30, 31], [-0.5, -0.25], 4)
@@ -112,7 +112,8 @@ def test_conversations_in_the_metrics():
     groups = [make_group(3, [(5, 1)]), make_group(4, [(5, 1)])]
     assert not any("turns" in name for name in batch_metrics(ARGS, 5, groups))
     tool = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "1"}]
-    for sample, turns, mismatch in zip([s for g in groups for s in g.samples], (1, 2, 3, 0), ("", "text: here", "tokens", "text: there")):
+    samples = [s for g in groups for s in g.samples]
+    for sample, turns, mismatch in zip(samples, (1, 2, 3, 0), ("", "text: here", "tokens", "text: there")):
         sample.messages, sample.mismatch = tool * turns, mismatch
     metrics = batch_metrics(ARGS, 5, groups)
     assert (metrics["rollout/turns"], metrics["rollout/template_mismatch"], metrics["rollout/retokenized"]) == (3.0, 1 / 3, 1 / 3)

@@ -59,8 +59,8 @@ def write(tmp_path, kind):
         (folder / "main").mkdir(parents=True)
         (folder / "main" / "train.jsonl").write_text(text.replace("+1", "+0"))
         (folder / "main" / "test.jsonl").write_text(text)
-        (folder / "README.md").write_text("---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train.jsonl\n"
-                                          "  - split: test\n    path: main/test.jsonl\n---\n")
+        files = "".join(f"  - split: {split}\n    path: main/{split}.jsonl\n" for split in ("train", "test"))
+        (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
         return f"{folder}?name=main&split=test"
     (tmp_path / f"rows.{kind}").write_text(text)
     return str(tmp_path / f"rows.{kind}")
@@ -80,7 +80,8 @@ def test_a_part_of_a_split(tmp_path):
     assert [row["question"] for row in load_rows(path, KEYS, "--prompt-data")] == ["1+1", "2+1"]
 
 
-@pytest.mark.parametrize("options, text", [("name=other", "other"), ("split=validation", "validation"), ("name", "bad query field")])
+@pytest.mark.parametrize("options, text", [("name=other", "other"), ("split=validation", "validation"),
+                                           ("name", "bad query field")])
 def test_a_set_that_is_not_there_is_one_line_with_the_flag(options, text, tmp_path):
     path = write(tmp_path, "hub").partition("?")[0] + "?" + options
     with pytest.raises(ValueError, match="--prompt-data .*sums.*: ") as error:

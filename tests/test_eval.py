@@ -27,11 +27,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
     for n in range(1, 8):
         for c, k in itertools.product(range(n + 1), range(1, n + 1)):
             subsets = list(itertools.combinations(range(n), k))
-            assert pass_at_k(n, c, k) == pytest.approx(sum(min(subset) < c for subset in subsets) / len(subsets), abs=1e-12), (n, c, k)
+            share = sum(min(subset) < c for subset in subsets) / len(subsets)
+            assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-12), (n, c, k)
 
 
-@pytest.mark.parametrize("n, c, k, want", [(5, 2, 2, 0.7), (4, 1, 2, 0.5), (10, 3, 5, 1 - 21 / 252), (8, 0, 8, 0.0), (8, 8, 1, 1.0),
-                                           (200, 1, 100, 0.5), (1000, 10, 1, 0.01)])
+@pytest.mark.parametrize("n, c, k, want", [(5, 2, 2, 0.7), (4, 1, 2, 0.5), (10, 3, 5, 1 - 21 / 252), (8, 0, 8, 0.0),
+                                           (8, 8, 1, 1.0), (200, 1, 100, 0.5), (1000, 10, 1, 0.01)])
 def test_pass_at_k_by_hand(n, c, k, want):
     assert pass_at_k(n, c, k) == pytest.approx(want)
 
@@ -41,10 +42,12 @@ def answer(reward, length=2, status="completed"):
 
 
 def test_a_sets_means_by_hand():
-    """Two prompts with four samples: 1 and 3 right. pass@1 = (1/4 + 3/4) / 2; pass@2 = (1 - 3/6 + 1) / 2; pass@4 = 1. Half a reward
-    is not a pass."""
-    rows = [[answer(1.0), answer(0.0), answer(0.5, 6, "truncated"), answer(0.0)], [answer(1.0), answer(1.0), answer(2.0), answer(0.0)]]
-    assert summary(rows) == {"reward": 5.5 / 8, "response_len": 2.5, "truncated": 1 / 8, "pass@1": 0.5, "pass@2": 0.75, "pass@4": 1.0}
+    """Two prompts with four samples: 1 and 3 right. pass@1 = (1/4 + 3/4) / 2; pass@2 = (1 - 3/6 + 1) / 2; pass@4 = 1. Half a
+    reward is not a pass."""
+    rows = [[answer(1.0), answer(0.0), answer(0.5, 6, "truncated"), answer(0.0)],
+            [answer(1.0), answer(1.0), answer(2.0), answer(0.0)]]
+    assert summary(rows) == {"reward": 5.5 / 8, "response_len": 2.5, "truncated": 1 / 8,
+                             "pass@1": 0.5, "pass@2": 0.75, "pass@4": 1.0}
     assert summary([[answer(1.0)], [answer(0.0)]]) == {"reward": 0.5, "response_len": 2.0, "truncated": 0.0}
 
 
@@ -91,8 +94,8 @@ def run(manager, scene):
 
 def test_sets_have_sampling_of_their_own(model, tmp_path, engine):
     """Temperature, top-p, top-k, length and number of samples of an evaluation are its own; a training request keeps its."""
-    manager = make_manager(model, tmp_path, engine, {"budget": None}, eval_temperature=0.5, eval_top_p=0.9, eval_top_k=7, eval_max_response_len=5,
-                           n_samples_per_eval_prompt=2)
+    manager = make_manager(model, tmp_path, engine, {"budget": None}, eval_temperature=0.5, eval_top_p=0.9, eval_top_k=7,
+                           eval_max_response_len=5, n_samples_per_eval_prompt=2)
     sent, ask = [], manager.ask
 
     async def spy(work, sample, payload):
@@ -170,8 +173,8 @@ def test_an_aborted_answer_is_an_error_and_not_a_stub(model, tmp_path, engine):
 
 def test_a_generation_goes_on_beside_it(model, tmp_path, engine):
     """Four places, 44 answers to evaluate: half of the places are the generation's, which is done long before."""
-    manager = make_manager(model, tmp_path, engine, {"unit_seconds": 0.01, "unit_tokens": 1, "slots": 4}, sglang_server_concurrency=4,
-                           n_samples_per_eval_prompt=4)
+    manager = make_manager(model, tmp_path, engine, {"unit_seconds": 0.01, "unit_tokens": 1, "slots": 4},
+                           sglang_server_concurrency=4, n_samples_per_eval_prompt=4)
 
     async def scene():
         started, evaluation = time.time(), asyncio.ensure_future(manager.evaluate())
@@ -194,10 +197,10 @@ def test_a_generation_goes_on_beside_it(model, tmp_path, engine):
     ("train_fully_async.py", dict(eval_interval=2, update_weights_interval=2, staleness_threshold=0.5), [0, 2, 4]),
     ("train_sync.py", dict(eval_interval=2), [0, 2, 4])])
 def test_every_evaluation_is_of_one_version_however_slow_it_is(script, flags, versions, model, tmp_path, engine):
-    """The engine's answers are a function of weights, prompt and seed. So an evaluation that takes longer than its step, with syncs
-    pressing behind it, must give what the final evaluation of a run of so many steps gives, which runs alone."""
-    words = lambda name, **more: harness.flags(model, tmp_path, name, [engine], rollout_max_response_len=24, n_samples_per_eval_prompt=4,
-                                               eval_prompt_data=sets(model), **{**flags, **more})
+    """The engine's answers are a function of weights, prompt and seed. So an evaluation that takes longer than its step, with
+    syncs pressing behind it, must give what the final evaluation of a run of so many steps gives, which runs alone."""
+    words = lambda name, **more: harness.flags(model, tmp_path, name, [engine], rollout_max_response_len=24,
+                                               n_samples_per_eval_prompt=4, eval_prompt_data=sets(model), **{**flags, **more})
     run_one = lambda name, **more: light.succeed(script, words(name, **more), worker=light.TinyWorker)
     requests.post(f"{engine}/script", json={"lengths": "10", "unit_seconds": 0.01, "unit_tokens": 1, "slots": 4}, timeout=10)
     run_one("beside", num_rollout=4, sglang_server_concurrency=4)

@@ -63,7 +63,7 @@ def test_answers_that_take_for_ever_are_wrong_and_bounded():
 
 @pytest.mark.parametrize("body, status", [("while True: pass", None), ("sys.exit(3)", 3)])
 def test_a_checker_that_hangs_or_dies_is_replaced(body, status, monkeypatch, tmp_path):
-    """This file as the checker, with less time, and with a math_verify that hangs in spite of its own limit, or ends the process."""
+    """This file as the checker, with less time, and with a math_verify that hangs in spite of its limit, or ends the process."""
     program = tmp_path / "checker.py"
     program.write_text(Path(rewards.__file__).read_text().replace("CPU_SECONDS = 10", "CPU_SECONDS = 0.3"))
     (tmp_path / "math_verify.py").write_text(f"import sys\ndef parse(*_, **__):\n    {body}\nverify = parse\n")
@@ -101,11 +101,11 @@ def test_a_checker_ends_with_its_owner():
 
 
 @pytest.mark.parametrize("label, right, wrong", [
-    ("B", ["B", "b", "(B)", "B.", "**B**", "Answer: B", "The answer is B", "the answer is (B), since A is not", "The correct option is B.",
-           "\\boxed{B}", "\\boxed{\\text{B}}", "$\\boxed{(b)}$", "A would be wrong.\nAnswer: B", "A\nNo:\nB", "answer: **B) Paris**",
-           "Answer: A\nOn reflection, the answer is B."],
-     ["", "A", "Answer: A", "The answer is a bird", "Between A and B", "BB", "Answer: Because", "\\boxed{AB}", "The answer is B. Or rather:\nC",
-      "Bob", "The answer isn't clear, B'"]),
+    ("B", ["B", "b", "(B)", "B.", "**B**", "Answer: B", "The answer is B", "the answer is (B), since A is not",
+           "The correct option is B.", "\\boxed{B}", "\\boxed{\\text{B}}", "$\\boxed{(b)}$", "A would be wrong.\nAnswer: B", "A\nNo:\nB",
+           "answer: **B) Paris**", "Answer: A\nOn reflection, the answer is B."],
+     ["", "A", "Answer: A", "The answer is a bird", "Between A and B", "BB", "Answer: Because", "\\boxed{AB}",
+      "The answer is B. Or rather:\nC", "Bob", "The answer isn't clear, B'"]),
     ("(c)", ["C", "option C"], ["B"]),
 ])
 def test_multiple_choice(label, right, wrong):
@@ -121,8 +121,9 @@ def test_a_label_that_is_no_letter_ends_the_run():
 def test_exact_and_regex():
     assert score("exact", "42", " 42\n") == 1.0 and score("exact", "42", "42.") == 0.0
     pattern = r"<answer>(.*?)</answer>"
-    for response, want in (("<answer>42</answer>", 1.0), ("<answer> 42\n</answer> done", 1.0), ("<answer>1</answer><answer>42</answer>", 1.0),
-                           ("<answer>42</answer><answer>1</answer>", 0.0), ("42", 0.0), ("<answer>42", 0.0), ("<answer>\n42</answer>", 1.0)):
+    for response, want in (("<answer>42</answer>", 1.0), ("<answer> 42\n</answer> done", 1.0), ("<answer>\n42</answer>", 1.0),
+                           ("<answer>1</answer><answer>42</answer>", 1.0), ("<answer>42</answer><answer>1</answer>", 0.0),
+                           ("42", 0.0), ("<answer>42", 0.0)):
         assert score("regex", "42", response, rm_regex=pattern) == want, response
     assert score("regex", "42", "41, then 42", rm_regex=r"\d+") == 1.0 and score("regex", "4", "42", rm_regex=r"\d+") == 0.0
 
