@@ -253,9 +253,11 @@ def test_the_calculator_by_hand():
             calculator.calculate(text)
 
 
-def test_turns_are_limited():
-    agent, sample = make_agent("qwen2.5", ["<calc>1+1</calc>"] * 9)
-    assert play(agent, sample) == ("truncated", 1)
+@pytest.mark.parametrize("stop_at", [[], [0], [3], [30, 20], [5, 5, 5, 5]])
+def test_turns_are_limited(stop_at):
+    """Also over interruptions: a turn that was over counts once."""
+    agent, sample = make_agent("qwen2.5", ["<calc>1+1</calc>"] * 9, stop_at=list(stop_at))
+    assert play(agent, sample) == ("truncated", 1 + len(stop_at))
     assert agent.turns(sample) == calculator.MAX_TURNS and sample.status == "truncated" and sample.mismatch == ""
     assert sample.response == "", "a tool's text is not an answer"
 
