@@ -253,7 +253,7 @@ def test_the_calculator_by_hand():
             calculator.calculate(text)
 
 
-@pytest.mark.parametrize("stop_at", [[], [0], [3], [30, 20], [5, 5, 5, 5]])
+@pytest.mark.parametrize("stop_at", [[], [0], [3], [20, 12], [5, 5, 5, 5]])
 def test_turns_are_limited(stop_at):
     """Also over interruptions: a turn that was over counts once."""
     agent, sample = make_agent("qwen2.5", ["<calc>1+1</calc>"] * 9, stop_at=list(stop_at))
