@@ -16,11 +16,7 @@ from dataclasses import dataclass
 
 from buffer import Dropped, Sample
 from data import render
-
-
-class Aborted(BaseException):
-    """Unwinds a sample's generation when its group is aborted: the sample stays pending and is continued later. Like a
-    cancellation it is no Exception, so that no `except Exception` of a user's function swallows it."""
+from fleet import Aborted
 
 
 ANSWER = "(an answer)"      # stands for a turn of the model where only what the template writes behind it is wanted

@@ -20,7 +20,7 @@ async def evaluate(manager):
     args, version = manager.args, manager.version
     await manager.proved()
     results, slots = {"version": version}, args.sglang_server_concurrency
-    places = asyncio.Semaphore(len(manager.lanes) * (slots if args.eval_only else max(1, slots // 2)))
+    places = asyncio.Semaphore(len(manager.fleet.lanes) * (slots if args.eval_only else max(1, slots // 2)))
     for number, (name, rows) in enumerate(manager.eval_rows.items()):
         attempts = [[new_sample(rows[i], -1 - number, i, k) for k in range(args.n_samples_per_eval_prompt)]
                     for i in range(len(rows))]
@@ -36,15 +36,17 @@ async def run_sample(manager, sample, places):
     """Generates and rewards one sample. RuntimeError for one that could not be: a mean over the others would be a lie."""
     args, work = manager.args, manager.assign(Group(sample.group_id, sample.row, 0, [sample]))
     try:
-        async with places, work.lane.slots:
-            await manager.run_turns(work, sample, manager.eval_sampling)
+        async with places:
+            await manager.serve(work, sample, manager.eval_sampling)
+        if work.aborting:
+            raise manager.fleet.none_left()
         if sample.status == "pending":
             raise Dropped(f"error: engine {work.lane.url} aborted it")
         reward = await manager.call_reward([sample] if args.group_rm else sample)
     except Dropped as reason:
         raise RuntimeError(f"evaluation, row {sample.row}: {reason}") from None
     finally:
-        work.load(-work.tokens)
+        work.move(None)
     sample.reward = manager.checked(reward[0] if args.group_rm else reward, sample)
 
 

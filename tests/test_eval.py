@@ -16,7 +16,7 @@ import light
 import scripted_engine
 from args import parse_args
 from buffer import Sample
-from engine import EngineError
+from engine import NoEngineLeft
 from evaluation import pass_at_k, summary
 from rollout import RolloutManager
 
@@ -150,10 +150,10 @@ def test_an_answer_of_another_version_ends_it(model, tmp_path, engine):
     async def scene():
         evaluation = asyncio.ensure_future(manager.evaluate())
         await asyncio.sleep(0.1)
-        await asyncio.to_thread(manager.lanes[0].client.set_version, 1)
+        await asyncio.to_thread(manager.fleet.lanes[0].client.set_version, 1)
         await evaluation
 
-    with pytest.raises(EngineError, match=f"engine {engine} generated with version 1, but 0 was published"):
+    with pytest.raises(NoEngineLeft, match=f"engine {engine} generated with version 1, but 0 was published"):
         run(manager, scene)
 
 
@@ -164,7 +164,7 @@ def test_an_aborted_answer_is_an_error_and_not_a_stub(model, tmp_path, engine):
     async def scene():
         evaluation = asyncio.ensure_future(manager.evaluate())
         await asyncio.sleep(0.2)
-        await asyncio.to_thread(manager.lanes[0].client.abort_all)
+        await asyncio.to_thread(manager.fleet.lanes[0].client.abort_all)
         await evaluation
 
     with pytest.raises(RuntimeError, match=rf"evaluation, row \d: error: engine {engine} aborted it"):
