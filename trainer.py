@@ -61,15 +61,15 @@ class TrainWorker:
 
     # ---- one step -----------------------------------------------------------------------------------------
     def train(self, step, batch):
-        """One pass over the batch, an optimizer step for each `global_batch_size` samples. Returns the step's metrics."""
+        """One pass over the batch, an optimizer step for each of its `update_sizes`. Returns the step's metrics."""
         with self.watchdog.at(f"the training of step {step}"):
             return self.train_step(step, batch)
 
     def train_step(self, step, batch):
-        started, size, lr = time.time(), self.args.global_batch_size, self.optimizer.param_groups[0]["lr"]
+        started, lr = time.time(), self.optimizer.param_groups[0]["lr"]
         if self.args.policy_old == "recompute" and (self.cycle_step is None or step % self.args.update_weights_interval == 0):
             self.begin_cycle(step)
-        updates = [self.plan(batch, range(i, i + size)) for i in range(0, len(batch["tokens"]), size)]
+        updates = [self.plan(batch, indices) for indices in update_ranges(batch)]
         noted = self.parity(step, batch, [micro for plan in updates for micro in plan])
         noted |= self.add_columns(step, batch, updates)
         prepared = time.time()            # all passes without gradient lie before: old and reference log-probs, values, parity
@@ -92,7 +92,8 @@ class TrainWorker:
 
         An advantage function finds in the batch, for each sample of the whole batch on every rank: rewards [S] (the task's, with
         the overlong penalty and the KL penalty), scores [S] (without KL), kl [S][n] (to the reference, zeros without --kl-coef),
-        group_ids, tokens, response_lengths, loss_mask [S][n], rollout_logprobs [S][n], versions, and columns {name: [S]}.
+        group_ids, shares [S] (1, or 1 / samples of an attempt that made several), tokens, response_lengths, loss_mask [S][n],
+        rollout_logprobs [S][n], versions, and columns {name: [S]}.
         """
         args, lengths = self.args, batch["response_lengths"]
         mine = [micro for plan in updates for micro in plan]
@@ -117,9 +118,9 @@ class TrainWorker:
         batch["rewards"] = [score - args.kl_coef * kl.sum().item() for score, kl in zip(batch["scores"], batch["kl"])]
         batch["advantages"] = check_advantages(self.advantages(args, batch), lengths)
         batch["weights"] = []
-        for i in range(0, len(lengths), args.global_batch_size):
-            batch["weights"] += token_weights(batch["loss_mask"][i:i + args.global_batch_size], args.loss_agg_mode,
-                                              args.loss_scale_factor)
+        for indices in update_ranges(batch):
+            masks = [batch["loss_mask"][i] for i in indices]
+            batch["weights"] += token_weights(masks, args.loss_agg_mode, args.loss_scale_factor)
         return {"train/overlong_penalty": sum(penalties) / len(lengths)} if args.overlong_buffer_len else {}
 
     def log_probs(self, network, batch, micros):
@@ -332,6 +333,12 @@ class TrainWorker:
 
 
 # ---- batching ---------------------------------------------------------------------------------------------
+def update_ranges(batch):
+    """The sample indices of each optimizer step."""
+    ends = np.cumsum(batch["update_sizes"]).tolist()
+    return [range(end - size, end) for end, size in zip(ends, batch["update_sizes"])]
+
+
 def balance(lengths, ranks):
     """Deals samples {index: tokens} to ranks, equally many to each, longest first to the rank with the fewest tokens."""
     shares, tokens, room = [[] for _ in range(ranks)], [0] * ranks, -(-len(lengths) // ranks)
