@@ -62,7 +62,8 @@ def batch_metrics(args, step, groups):
     lags = Counter()                               # lag -> tokens
     for version, count in (run for s in samples for run in s.version_runs):
         lags[step - version] += count
-    return {"rollout/reward": float(np.mean([s.reward for s in samples])),
+    rewards = [s.reward for s in samples]
+    return {"rollout/reward": float(np.mean(rewards)), "rollout/reward_min": min(rewards), "rollout/reward_max": max(rewards),
             "rollout/response_len": float(np.mean([len(s.response_tokens) for s in samples])),
             "rollout/response_len_max": max(len(s.response_tokens) for s in samples),
             "rollout/truncated": float(np.mean([s.status == "truncated" for s in samples])),

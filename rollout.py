@@ -305,6 +305,7 @@ class RolloutManager:
             return                                 # a finished member of a continued group stays as it is
         async with work.lane.slots:
             await self.run_turns(work, sample, self.args.rollout_temperature, self.args.rollout_max_response_len)
+        work.group.generated = time.time()
         work.load(-self.cost(sample))
         if sample.status != "pending" and not self.args.group_rm:
             sample.reward = self.checked(await self.call_reward(sample), sample)
@@ -429,7 +430,7 @@ class RolloutManager:
     # ---- evaluation ---------------------------------------------------------------------------------------
     async def evaluate(self):
         """Means over every evaluation set with the published version. Returns {"version": v, "NAME/reward": ..., ...}."""
-        args, results = self.args, {"version": self.version}
+        args, results, started = self.args, {"version": self.version}, time.time()
         await self.proved()
         for number, (name, rows) in enumerate(self.eval_rows.items()):
             samples = [new_sample(rows[i], -1 - number, i, k)
@@ -438,7 +439,7 @@ class RolloutManager:
             results[f"{name}/reward"] = float(np.mean([s.reward for s in samples]))
             results[f"{name}/response_len"] = float(np.mean([len(s.response_tokens) for s in samples]))
             results[f"{name}/truncated"] = float(np.mean([s.status == "truncated" for s in samples]))
-        return results
+        return {**results, "started": started, "seconds": time.time() - started}
 
     async def eval_sample(self, sample):
         args, work = self.args, self.assign(Group(sample.group_id, sample.row, 0, [sample]))
