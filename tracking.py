@@ -327,7 +327,7 @@ def read_spans(run_dir):
     not overlap. An engine has generate (at least one group's answers are being made), reward (groups wait for nothing else),
     sync (from the end of the pause on: until then it may finish what runs) and evaluate (it does nothing else); a training rank
     wait, sync, save and train.
-    groups: [(engine, group, start, end, how it ended)]: each time that a group was with an engine.
+    groups: [(engine, group, start, when its last answer came, end, how it ended)]: each time that a group was with an engine.
     """
     rows = read_rows(os.path.join(run_dir, "metrics.jsonl"))
     groups = group_spans(Ledger.surviving(os.path.join(run_dir, "ledger.jsonl")))
@@ -352,7 +352,7 @@ def read_spans(run_dir):
             new = free(found, taken)
             engines += [("engine", engine, name, *span) for span in new]
             taken = sorted(taken + new, key=lambda span: span[0])
-    return engines + ranks, [(e, group, start, end, how) for e, group, start, _, end, how in groups]
+    return engines + ranks, groups
 
 
 def group_spans(records):
@@ -407,7 +407,7 @@ def chrome_events(spans, groups):
     for side, number, name, start, end, details in sorted(spans, key=lambda span: span[3]):
         events.append({"name": name, "ph": "X", "pid": pids[side], "tid": number, "ts": micros(start),
                        "dur": micros(end) - micros(start), "args": details})
-    for i, (engine, group, start, end, how) in enumerate(groups):
+    for i, (engine, group, start, _, end, how) in enumerate(groups):
         common = {"name": f"engine {engine}", "cat": "group", "id": i, "pid": 3, "tid": engine}
         events.append({**common, "ph": "b", "ts": micros(start), "args": {"group": group, "ended": how}})
         events.append({**common, "ph": "e", "ts": micros(end)})

@@ -124,8 +124,8 @@ def test_a_timeline_by_hand(tmp_path):
         ("engine", 0, "sync", 107.5, 109, version), ("engine", 0, "reward", 105, 106, {}), ("engine", 0, "evaluate", 109.5, 110, version),
         ("engine", 1, "generate", 102.5, 107, {}), ("engine", 1, "sync", 107.5, 109, version),
         ("engine", 1, "evaluate", 109.5, 110.5, version)]
-    assert groups == [(0, 1, 102, 106, "finish"), (0, 0, 101, 106, "finish"), (1, 2, 102.5, 107, "put_back"),
-                      (0, 2, 110, 111, "in flight")]
+    assert groups == [(0, 1, 102, 105, 106, "finish"), (0, 0, 101, 104, 106, "finish"), (1, 2, 102.5, 107, 107, "put_back"),
+                      (0, 2, 110, 111, 111, "in flight")]
     write_timeline(str(tmp_path))
     events = json.loads((tmp_path / "timeline.json").read_text())
     assert {"name": "train", "ph": "X", "pid": 2, "tid": 1, "ts": 9_000_000, "dur": 4_000_000, "args": step} in events
