@@ -8,6 +8,7 @@ or was killed, is shown as far as it went.
 """
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -258,11 +259,13 @@ def token_pieces(checkpoint):
     except (OSError, ValueError):
         return lambda ids: [f"[{i}]" for i in ids]
 
+    decode = functools.cache(lambda *ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
     def pieces(ids):
         found, pending = [], []
         for token in ids:
             pending.append(token)
-            text = tokenizer.decode(pending)
+            text = decode(*pending)
             whole = not text.endswith("\ufffd") or len(pending) == 4       # UTF-8 has at most four bytes
             found.append(text if whole else "")
             pending = [] if whole else pending
