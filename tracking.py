@@ -169,7 +169,8 @@ class Tracker:
             self.wandb.finish()
         rows = self.rows.read()
         if rows:
-            write_timeline(self.args.run_dir)
+            if os.path.exists(os.path.join(self.args.run_dir, "ledger.jsonl")):      # not where it trained on recorded batches
+                write_timeline(self.args.run_dir)
             tenth = max(1, len(rows) // 10)
             reward = lambda part: statistics.fmean(row["rollout/reward"] for row in part)
             mean = lambda name: statistics.fmean(row.get(name, 0.0) for row in rows[1:] or rows)   # the first step warms up
@@ -396,19 +397,21 @@ def free(spans, taken):
 
 def chrome_events(spans, groups):
     """Events of Chromium's "Trace Event Format", in microseconds since the first: one thread for each engine and training rank,
-    and beside them the groups in flight as asynchronous events, which may overlap."""
-    pids = {"engine": 1, "rank": 2}
-    events = [{"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
-              for pid, name in ((1, "engines"), (2, "training ranks"), (3, "groups in flight"))]
+    and beside them the groups in flight as asynchronous events, which may overlap. Perfetto wants thread numbers that are unique
+    over all processes, and not 0: else it drops events."""
+    pids, thread = {"engine": 1, "rank": 2}, lambda side, number: {"pid": pids[side], "tid": 100_000 * pids[side] + number}
+    events = [{"name": what, "ph": "M", "pid": pid, "args": args}
+              for pid, name in ((1, "engines"), (2, "training ranks"), (3, "groups in flight"))
+              for what, args in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": pid}))]
     for side, number in sorted({span[:2] for span in spans}):
-        events.append({"name": "thread_name", "ph": "M", "pid": pids[side], "tid": number, "args": {"name": f"{side} {number}"}})
+        events.append({"name": "thread_name", "ph": "M", **thread(side, number), "args": {"name": f"{side} {number}"}})
     first = min([span[3] for span in spans] + [group[2] for group in groups], default=0.0)
     micros = lambda seconds: round((seconds - first) * 1e6)
     for side, number, name, start, end, details in sorted(spans, key=lambda span: span[3]):
-        events.append({"name": name, "ph": "X", "pid": pids[side], "tid": number, "ts": micros(start),
-                       "dur": micros(end) - micros(start), "args": details})
+        events.append({"name": name, "ph": "X", **thread(side, number), "ts": micros(start), "dur": micros(end) - micros(start),
+                       "args": details})
     for i, (engine, group, start, _, end, how) in enumerate(groups):
-        common = {"name": f"engine {engine}", "cat": "group", "id": i, "pid": 3, "tid": engine}
+        common = {"name": f"engine {engine}", "cat": "group", "id2": {"local": i}, "pid": 3, "tid": 300_000 + engine}
         events.append({**common, "ph": "b", "ts": micros(start), "args": {"group": group, "ended": how}})
         events.append({**common, "ph": "e", "ts": micros(end)})
     return events
