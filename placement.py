@@ -51,6 +51,8 @@ def run(train, args):
         if not args.eval_only and step < args.num_rollout:
             write_flags(args)
         tracker = Tracker(args, step)
+        if sys.stderr.isatty():
+            tracker.watch(rollout)
         trained = step if args.eval_only else train(args, trainers, rollout, tracker, step)
         finish(args, trained, trainers, rollout, tracker, save=trained > step)
     except (KeyboardInterrupt, SystemExit) as error:

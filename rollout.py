@@ -533,6 +533,12 @@ class RolloutManager:
         if self.stream:
             self.stream.trained_steps = step
 
+    def progress(self):
+        """What generation does now, for the terminal."""
+        running = sum(lane.requests for lane in self.lanes)
+        groups = f"{self.buffer.finished_count} of {self.args.groups_per_step} groups finished, " if self.buffer else ""
+        return f"{groups}{running} answers are being generated"
+
     def lane_metrics(self, seconds):
         """Time that the engines had something to do since the last call, as a mean over them."""
         for lane in self.lanes:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import statistics
+import threading
 import time
 from collections import deque
 
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from buffer import Ledger
 
 SPANS = {"perf/wait_prev_gen": "wait", "perf/save_time": "save"}     # timers of the loop that are shown in the timeline
+PHASES = {"perf/wait_prev_gen": "waits for generation", "perf/save_time": "saves"}
 RECENT, QUIET = 10, 100            # steps that a warning looks at; steps until the same one is said again
 
 
@@ -32,6 +34,7 @@ class Tracker:
         self.version, self.board, self.wandb = None, None, None
         self.spans = {}                   # of this step: name -> [[start, end], ...], unix seconds
         self.recent, self.said = deque(maxlen=RECENT + 1), {}     # rows of this process; warning -> step that it was said in
+        self.phase = "starts"             # what the loop does now, for `watch`
         self.recorded = {}                # step -> row of the run that is replayed; on GPUs sums have no fixed order
         if args.replay and not args.replay_data_only and args.device == "cpu" == args.recorded["device"]:
             self.recorded = {row["step"]: row for row in read_rows(os.path.join(args.replay, "metrics.jsonl"))}
@@ -48,14 +51,24 @@ class Tracker:
     @contextlib.contextmanager
     def timer(self, name):
         """Adds the seconds of the block to `name` in this step's row."""
-        started = time.time()
+        started, self.phase = time.time(), PHASES.get(name, name)
         try:
             yield
         finally:
-            ended = time.time()
+            ended, self.phase = time.time(), "trains"
             self.pending[name] = self.pending.get(name, 0.0) + ended - started
             if name in SPANS:
                 self.spans.setdefault(SPANS[name], []).append([started, ended])
+
+    def watch(self, rollout):
+        """Beside the bar, each second, what goes on within a step that takes long: for a terminal with a reader."""
+        def look():
+            while not self.bar.disable:            # until it is closed
+                with contextlib.suppress(Exception):      # of the run itself, which says its errors better
+                    self.bar.set_postfix_str(f"{self.phase}; {ray.get(rollout.progress.remote(), timeout=10)}")
+                time.sleep(1)
+
+        threading.Thread(target=look, daemon=True).start()
 
     def note(self, metrics):
         """Values for this step's row: those of a sync that has just ended."""

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 import types
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 import harness
 import light
 import scripted_engine
+import tracking
 from args import parse_args
 from buffer import Ledger
 from tracking import (RECENT, advice, all_rewards_equal, free, parts, read_spans, step_line, truncated_responses,
@@ -178,7 +180,6 @@ def engines():
 
 
 def slow_reward(args, samples):
-    import time
     time.sleep(0.05)
     return [sum(sample.response_tokens) % 7 for sample in samples]
 
@@ -217,6 +218,27 @@ def test_the_timeline_of_a_killed_and_resumed_stream(model, engines, tmp_path):
     events = json.load(open(os.path.join(run, "timeline.json")))
     assert [e["args"]["step"] for e in events if e["name"] == "train"] == [row["step"] for row in metrics] == list(range(8))
     assert all(e["args"]["ended"] in ("finish", "put_back", "in flight") for e in events if e["ph"] == "b")
+
+
+# ---- a step that takes long -------------------------------------------------------------------------------
+def test_the_bar_says_what_goes_on(tmp_path, monkeypatch):
+    """The loop waits; its bar says so with what the rollout manager answers, and stops to ask when it is closed."""
+    asked = []
+    progress = SimpleNamespace(remote=lambda: asked.append(1) or f"{len(asked)} of 16 groups finished")
+    monkeypatch.setattr(tracking, "ray", light.RAY)
+    tracker = tracking.Tracker(SimpleNamespace(run_dir=str(tmp_path), eval_only=False, num_rollout=3, replay=None, use_wandb=False,
+                                               use_tensorboard=False), 0)
+    with tracker.timer("perf/wait_prev_gen"):
+        tracker.watch(SimpleNamespace(progress=progress))
+        deadline = time.time() + 10
+        while tracker.bar.postfix != "waits for generation; 2 of 16 groups finished" and time.time() < deadline:
+            time.sleep(0.05)
+    assert tracker.bar.postfix == "waits for generation; 2 of 16 groups finished" and tracker.phase == "trains"
+    tracker.bar.close()
+    time.sleep(1.2)
+    count = len(asked)
+    time.sleep(1.5)
+    assert len(asked) == count
 
 
 # ---- said once, and elsewhere -----------------------------------------------------------------------------
