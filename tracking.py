@@ -259,8 +259,8 @@ def all_rewards_equal(args, rows):
 def truncated_responses(args, rows):
     share = statistics.fmean(row["rollout/truncated"] for row in rows)
     if share > 0.5:
-        return (f"{share:.0%} of the answers are cut off at --rollout-max-response-len {args.rollout_max_response_len}: raise it, or "
-                "look at samples (scripts/report.py) for answers that never end")
+        return (f"{share:.0%} of the answers are cut off at --rollout-max-response-len {args.rollout_max_response_len}: raise "
+                "it, or look at samples (scripts/report.py) for answers that never end")
     return None
 
 

@@ -1,10 +1,10 @@
 """One page about a run, or about several compared: report.html, which needs no network and nothing beside it.
 
-    python scripts/report.py runs/NAME [runs/OTHER ...]                     writes runs/NAME/report.html, and each RUN/timeline.json
+    python scripts/report.py runs/NAME [runs/OTHER ...]             writes runs/NAME/report.html, and each RUN/timeline.json
 
 The page is scripts/report.html with the runs' data in it, as JSON. What is too much for a page is thinned out here, and the page
-says so: curves are means over equal bins of steps, samples those of some steps (see `pick_groups`). A run that is still going on,
-or was killed, is shown as far as it went.
+says so: curves are means over equal bins of steps, samples those of some steps (see `pick_groups`). A run that still goes on, or
+was killed, is shown as far as it went.
 """
 
 import argparse
@@ -27,17 +27,16 @@ from batch import load_groups
 from buffer import Ledger
 from tracking import advice, parts, read_rows, read_spans, speed, write_timeline
 
-POINTS, COLUMNS = 500, 120             # of a curve; of the pictures of lags and lengths
-LAST_STEPS, LANES = 8, 16              # of the picture of the last steps; engines, and ranks, in it
-SAMPLE_STEPS, MEMBERS = 40, 8          # steps whose samples are shown, at most; samples of a group
-TOKENS, HEAD, TAIL = 400_000, 1500, 500   # of all samples together; of a longer response
-DIGITS = 5
+POINTS, COLUMNS = 500, 120                 # of a curve; of the pictures of lags and lengths
+LAST_STEPS, LANES = 8, 16                  # of the picture of the last steps; engines, and ranks, in it
+SAMPLE_STEPS, MEMBERS = 40, 8              # steps whose samples are shown, at most; samples of a group
+TOKENS, HEAD, TAIL = 400_000, 1500, 500    # of all samples together; first and last ones of a longer response
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run; the first one is the page's name")
-    parser.add_argument("--output", metavar="FILE", help="the page (default: RUN/report.html)")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument("--output", metavar="FILE", help="the page (default: report.html in the first RUN)")
     options = parser.parse_args()
     output = os.path.abspath(options.output or os.path.join(options.runs[0], "report.html"))
     try:
@@ -49,8 +48,8 @@ def main():
 
 
 def write_page(path, runs):
-    """The template with the data. A response may hold </script>, or half of a surrogate pair: there is no '<' left in the JSON, and
-    it is ASCII. The page itself writes texts as text, never as HTML."""
+    """The template with the data. A text may hold </script>, or half of a surrogate pair: so no '<' is left in the JSON, and it
+    is ASCII. The page itself writes texts as text, never as HTML."""
     with open(os.path.join(ROOT, "scripts", "report.html"), encoding="utf-8") as f:
         template = f.read()
     data = json.dumps({"runs": runs, "made": time.strftime("%Y-%m-%d %H:%M")}, separators=(",", ":")).replace("<", "\\u003c")
@@ -74,15 +73,12 @@ def read_run(folder):
     if records:
         write_timeline(folder)
         last_steps = picture(*read_spans(folder), rows)
-    return {"name": os.path.basename(os.path.abspath(folder)), "script": args["script"], "flags": plain_flags(args["flags"]),
+    flags = {name: str(value) for name, value in sorted(args["flags"].items())
+             if name != "run_name" and value not in (None, [], False)}
+    return {"name": os.path.basename(os.path.abspath(folder)), "script": args["script"], "flags": flags,
             "steps": len(rows), "curves": curves(rows), "evals": eval_curves(evals), "lag": lag_columns(rows),
             "lengths": length_columns(rows, records), "last_steps": last_steps, "clock": clock(args, rows),
             "samples": pick_samples(folder, args, [row["step"] for row in rows])}
-
-
-def plain_flags(flags):
-    return {name: str(value) for name, value in sorted(flags.items())
-            if name not in ("run_name", "output_dir", "load", "save") and value not in (None, [], False)}
 
 
 # ---- curves -----------------------------------------------------------------------------------------------
@@ -93,7 +89,7 @@ def bins(rows, most):
 
 
 def short(value):
-    return float(f"{value:.{DIGITS}g}")
+    return float(f"{value:.5g}")
 
 
 def mean(values):
@@ -127,7 +123,7 @@ def lag_columns(rows):
 
 
 def length_columns(rows, records):
-    """[[first step, last step, 10th percentile, median, 90th percentile, longest], ...] of the answers trained on, from the ledger."""
+    """[[first step, last step, 10th percentile, median, 90th percentile, longest], ...] of the answers trained on."""
     ended = {record["group"]: record["tokens"] for record in records if record["event"] == "finish"}
     batches = {record["step"]: record["groups"] for record in records if record["event"] == "batch"}
     columns = []
@@ -142,11 +138,12 @@ def length_columns(rows, records):
 def clock(args, rows):
     """Seconds of a step by part, as means without the first step, which warms up; the speed report of an asynchronous run."""
     namespace, counted = SimpleNamespace(**args), rows[1:] or rows
-    name = lambda name: mean(row.get(name) for row in counted)
-    found = {"parts": {part: mean(parts(row)[part] for row in counted) for part in parts(rows[0])}, "step": name("perf/step_time"),
-             "tokens_per_second": mean([sum(row["rollout/tokens"] for row in counted) / sum(row["perf/step_time"] for row in counted)]),
-             "generate": name("perf/generate_time"), "lag": name("staleness/mean"), "train_idle": name("perf/train_idle_share"),
-             "rollout_idle": name("perf/rollout_idle_share")}
+    average = lambda name: mean(row.get(name) for row in counted)
+    total = lambda name: sum(row[name] for row in counted)
+    found = {"parts": {part: mean(parts(row)[part] for row in counted) for part in parts(rows[0])},
+             "step": average("perf/step_time"), "tokens_per_second": short(total("rollout/tokens") / total("perf/step_time")),
+             "lag": average("staleness/mean"), "train_idle": average("perf/train_idle_share"),
+             "rollout_idle": average("perf/rollout_idle_share")}
     if args["without_engines"]:
         return found
     found["advice"] = advice(namespace, rows)
@@ -167,20 +164,20 @@ def picture(spans, groups, rows):
     edges = [[row["step"], min(start for part in row["spans"].values() for start, _ in part)] for row in shown]
     first, last = edges[0][1], max(end for part in shown[-1]["spans"].values() for _, end in part)
     place = lambda at: round(min(max(at, first), last) - first, 4)
+    numbers = {side: sorted({span[1] for span in spans if span[0] == side}) for side in ("engine", "rank")}
     lanes = []
-    for side, number in sorted({span[:2] for span in spans}):
+    for side, number in ((side, number) for side in numbers for number in numbers[side][:LANES]):
         own = [[name, place(start), place(end)] for s, n, name, start, end, _ in spans
                if (s, n) == (side, number) and name != "generate" and end > first and start < last]
+        turns = [(place(at), turn) for engine, _, start, generated, _, _ in groups
+                 if (side, number) == ("engine", engine) and generated > first and start < last
+                 for at, turn in ((start, 1), (generated, -1))]
         load = []
-        if side == "engine":
-            turns = sorted([(place(g[2]), 1) for g in groups if g[0] == number and g[3] > first and g[2] < last]
-                           + [(place(g[3]), -1) for g in groups if g[0] == number and g[3] > first and g[2] < last])
-            for at, turn in turns:
-                load.append([at, turn + (load[-1][1] if load else 0)])
+        for at, turn in sorted(turns):
+            load.append([at, turn + (load[-1][1] if load else 0)])
         lanes.append([side, number, own, load])
-    few = [lane for side in ("engine", "rank") for lane in [lane for lane in lanes if lane[0] == side][:LANES]]
-    return {"steps": [[step, place(start)] for step, start in edges], "seconds": place(last), "lanes": few,
-            "engines": sum(lane[0] == "engine" for lane in lanes), "ranks": sum(lane[0] == "rank" for lane in lanes)}
+    return {"steps": [[step, place(start)] for step, start in edges], "seconds": place(last), "lanes": lanes,
+            "engines": len(numbers["engine"]), "ranks": len(numbers["rank"])}
 
 
 # ---- samples ----------------------------------------------------------------------------------------------
@@ -215,8 +212,8 @@ def trainer_logprobs(path, groups):
 
 
 def pick_groups(groups, trained, step, budget):
-    """[(group, why)]: the one with the longest answer, the one with the largest difference of log-probs, then groups at random as
-    long as they fit into a budget of tokens. At random so that they tell what is usual; at least the first, however long."""
+    """[(group, why)]: the one with the longest answer, the one with the largest difference of log-probs, then groups at random,
+    which tell what is usual, as long as they fit into a budget of tokens; the first one in any case."""
     def difference(group):
         return max((np.abs(np.array(s.rollout_logprobs) - trained[s.group_id, s.index]).max(initial=0.0) for s in group.samples
                     if (s.group_id, s.index) in trained), default=0.0)
@@ -235,7 +232,7 @@ def pick_groups(groups, trained, step, budget):
 
 def show_group(group, trained, why, pieces):
     """{"id", "row", "epoch", "why", "prompt", "label", "size", "samples": [{"reward", "status", "length", "runs": [[version,
-    tokens]], "tokens": [text], "engine": [log-prob], "trainer": [log-prob] or None, "cut": [first, last] token left out, or None,
+    tokens]], "tokens": [text], "engine": [log-prob], "trainer": [log-prob] or None, "cut": [first, last] token left out or None,
     "tools": indices of tokens that were not sampled}]}"""
     samples = []
     for s in group.samples[:MEMBERS]:
@@ -243,8 +240,9 @@ def show_group(group, trained, why, pieces):
         cut = [HEAD, length - TAIL - 1] if length > HEAD + TAIL else None
         keep = lambda values: [round(float(v), 4) for v in (values if cut is None else [*values[:HEAD], *values[length - TAIL:]])]
         tokens = s.response_tokens if cut is None else s.response_tokens[:HEAD] + s.response_tokens[length - TAIL:]
-        samples.append({"reward": s.reward, "status": s.status, "length": length, "runs": s.version_runs, "tokens": pieces(tokens),
-                        "engine": keep(s.rollout_logprobs), "cut": cut, "tools": [i for i, m in enumerate(s.loss_mask) if not m],
+        samples.append({"reward": s.reward, "status": s.status, "length": length, "runs": s.version_runs, "cut": cut,
+                        "tools": [i for i, mask in enumerate(s.loss_mask) if not mask], "tokens": pieces(tokens),
+                        "engine": keep(s.rollout_logprobs),
                         "trainer": keep(trained[s.group_id, s.index]) if trained else None})
     return {"id": group.group_id, "row": group.row, "epoch": group.epoch, "why": why, "prompt": group.samples[0].prompt,
             "label": str(group.samples[0].label), "size": len(group.samples), "samples": samples}

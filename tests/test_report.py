@@ -18,18 +18,19 @@ from buffer import Group, Ledger, Sample
 
 import report
 
-NASTY = "</script><img src=x onerror=\"document.documentElement.dataset.hacked='yes'\"><!-- é 😀 \u2028"
+NASTY = "</script><img src=x onerror=\"document.documentElement.dataset.hacked='yes'\"><!-- é 😀\u2028"
 LONE = "half a pair: \ud83d"
 STEP_SECONDS, GROUPS, MEMBERS = 10.0, 10, 10
 
 
 # ---- a run as the scripts leave it ------------------------------------------------------------------------
 def make_groups(draw, tokenizer, step, lengths=(3, 60)):
-    """GROUPS x MEMBERS samples, with the log-probs of the trainer beside them. Each was begun by one version and ended by the next."""
+    """GROUPS x MEMBERS samples, with the trainer's log-probs beside them. Each was begun by one version and ended by the next."""
     groups, trained = [], []
     for g in range(GROUPS):
         a, b = draw.randrange(100), draw.randrange(100)
-        samples = [Sample(step * GROUPS + g, i, g, f"{a}+{b}=", str(a + b), tokenizer.encode(f"{a}+{b}=")) for i in range(MEMBERS)]
+        prompt = f"{a}+{b}="
+        samples = [Sample(step * GROUPS + g, i, g, prompt, str(a + b), tokenizer.encode(prompt)) for i in range(MEMBERS)]
         for sample in samples:
             right = draw.random() < 0.5
             text = f" {a} and {b} are" * draw.randint(*lengths) + f" {a + b if right else a + b + 1}."
@@ -38,22 +39,22 @@ def make_groups(draw, tokenizer, step, lengths=(3, 60)):
             half = len(tokens) // 2
             sample.append(tokens[:half], logprobs[:half], max(0, step - 2))
             sample.append(tokens[half:], logprobs[half:], max(0, step - 1))
-            sample.status, sample.reward, sample.response, sample.seconds = "completed", float(right), text, len(tokens) / 100
+            sample.status, sample.reward, sample.response = "completed", float(right), text
             trained += [logprob + draw.gauss(0, 0.02) for logprob in logprobs]
         groups.append(Group(step * GROUPS + g, g, 0, samples))
     return groups, np.array(trained, np.float32)
 
 
 def make_run(folder, model, steps, files=None, nasty=False):
-    """A one-step-off run of so many steps on two engines. files: batches that are really different; the others are links to them."""
+    """A one-step-off run of so many steps on two engines. files: batches that really differ; the others are links to them."""
     from transformers import AutoTokenizer
     tokenizer, draw = AutoTokenizer.from_pretrained(model), random.Random(0)
     os.makedirs(os.path.join(folder, "samples"))
     file = lambda step: os.path.join(folder, "samples", f"step_{step:07d}.npz")
     trainer = lambda step: file(step).replace(".npz", ".trainer.npy")
-    args = {"script": "train_async.py", "hf_checkpoint": str(model), "without_engines": False, "rollout_num_gpus": 2, "world_size": 2,
-            "policy_old": "rollout", "partial_rollout": False, "fully_async": False, "over_sampling_batch_size": GROUPS,
-            "rollout_batch_size": GROUPS, "flags": {"lr": 1e-6, "seed": 1, "load": None}}
+    args = {"script": "train_async.py", "hf_checkpoint": str(model), "without_engines": False, "rollout_num_gpus": 2,
+            "world_size": 2, "policy_old": "rollout", "partial_rollout": False, "fully_async": False,
+            "over_sampling_batch_size": GROUPS, "rollout_batch_size": GROUPS, "flags": {"lr": 1e-6, "seed": 1, "load": None}}
     with open(os.path.join(folder, "args.json"), "w") as f:
         json.dump(args, f)
     rows, batches, ledger = [], [], []
@@ -76,17 +77,20 @@ def make_run(folder, model, steps, files=None, nasty=False):
         lengths, start = batches[step % len(batches)], 1000.0 + STEP_SECONDS * step
         for g in range(GROUPS):
             group, engine = step * GROUPS + g, g % 2
-            ledger += [(start, "draw", {"group": group, "row": g, "epoch": step}), (start, "submit", {"group": group, "engine": engine}),
+            ledger += [(start, "draw", {"group": group, "row": g, "epoch": step}),
+                       (start, "submit", {"group": group, "engine": engine}),
                        (start + 4 + g / 2, "finish", {"group": group, "tokens": lengths[g], "seconds": [1.0] * MEMBERS,
                                                       "generated": start + 3.5 + g / 2})]
         ids = [step * GROUPS + g for g in range(GROUPS)]
         ledger += [(start + 9, "batch", {"step": step, "groups": ids}), (start + 10, "trained", {"step": step, "groups": ids})]
         tokens = sum(map(sum, lengths))
-        rows.append({"step": step, "version": step, "rollout/reward": 0.2 + 0.6 * step / steps, "rollout/response_len": tokens / 100,
-                     "rollout/response_len_max": max(map(max, lengths)), "rollout/truncated": 0.0, "rollout/tokens": tokens,
+        rows.append({"step": step, "version": step, "rollout/reward": 0.2 + 0.6 * step / steps,
+                     "rollout/response_len": tokens / 100, "rollout/response_len_max": max(map(max, lengths)),
+                     "rollout/truncated": 0.0, "rollout/tokens": tokens,
                      "staleness/histogram": {"0": tokens // 4, "1": tokens - tokens // 4}, "staleness/mean": 0.75,
-                     "perf/step_time": STEP_SECONDS, "perf/wait_prev_gen": 2.0, "perf/train_time": 7.0, "perf/log_probs_time": 0.5,
-                     "perf/lone_generate_time": 9.0, "perf/generate_time": 9.0, "sync/time": 0.75, "sync/pause_time": 0.25,
+                     "perf/step_time": STEP_SECONDS, "perf/wait_prev_gen": 2.0, "perf/train_time": 7.0,
+                     "perf/log_probs_time": 0.5, "perf/lone_generate_time": 9.0, "perf/generate_time": 9.0,
+                     "sync/time": 0.75, "sync/pause_time": 0.25,
                      "sync/version": step, "train/loss": (-1) ** step / (step + 1), "perf/train_idle_share": 0.3,
                      "perf/rollout_idle_share": 0.1, "length_bias/trained": 0.98, "length_bias/lag": 1.5,
                      **({"parity/mismatch": 0.01} if step % 2 else {}),
@@ -160,7 +164,8 @@ def test_samples_are_whole_and_cut_where_they_are_long(tiny_model, tmp_path):
             want = original["samples"][i]
             at = places[(g["id"] - GROUPS) * MEMBERS + i]
             assert "".join(sample["tokens"]) == want["response"] and len(sample["tokens"]) == sample["length"]
-            assert sample["engine"] == pytest.approx(want["rollout_logprobs"], abs=1e-4) and sample["runs"] == want["version_runs"]
+            assert sample["engine"] == pytest.approx(want["rollout_logprobs"], abs=1e-4)
+            assert sample["runs"] == want["version_runs"]
             assert sample["trainer"] == pytest.approx(trained[at:at + sample["length"]], abs=1e-4) and sample["cut"] is None
     sample = long[0]["samples"][0]
     assert sample["length"] > 2500 and sample["cut"] == [1500, sample["length"] - 501]
@@ -186,7 +191,7 @@ def test_the_longest_and_the_most_different_come_first(tiny_model, tmp_path):
     picked = report.pick_groups(groups, rows, 0, 10 ** 6)
     assert [(g.group_id, why.split()[0]) for g, why in picked[:2]] == [(length, "longest"), (7, "largest")] and length != 7
     assert len(picked) == GROUPS and {why for _, why in picked[2:]} == {"at random"}
-    assert [g.group_id for g, _ in report.pick_groups(groups, rows, 0, 1)] == [length]        # a budget for none: one, all the same
+    assert [g.group_id for g, _ in report.pick_groups(groups, rows, 0, 1)] == [length]        # even where none fits
     assert [g.group_id for g, _ in report.pick_groups(groups, {}, 0, 1)] == [length]
 
 
@@ -204,14 +209,21 @@ def test_what_is_not_a_run_says_so(tmp_path):
 # ---- in a browser -----------------------------------------------------------------------------------------
 # Runs through every step, group and colour of the sample browser, and moves the pointer over every chart.
 WALK = """<script nonce="offbeat">
-  const [run, step, group, color] = document.querySelectorAll("section:last-of-type select"), next = document.querySelectorAll("button")[1];
-  let seen = 0;
+  const [run, step, group, color] = document.querySelectorAll("section:last-of-type select");
+  const next = document.querySelectorAll("button")[1], text = where => document.querySelector(where).textContent;
+  let seen = 0, nasty = 0;
   for (const by of ["difference", "none", "version"]) { color.value = by; color.onchange(); }
   step.value = 0; step.onchange();
-  for (; ; seen++) { if (next.disabled) break; next.onclick(); }
+  for (; ; seen++) {
+    nasty += text(".prompt").includes("onerror=") && text(".response").includes("</" + "script><img");
+    if (next.disabled) break;
+    next.onclick();
+  }
   document.querySelectorAll("svg").forEach(svg => svg.onpointermove && svg.onpointermove({ offsetX: 100 }));
   const token = document.querySelector(".response span"); token.onpointerenter();
-  document.body.append(Object.assign(document.createElement("div"), { id: "walk", textContent: seen + "|" + document.querySelector(".detail").textContent }));
+  const told = document.body.appendChild(document.createElement("div"));
+  told.id = "walk";
+  told.textContent = [seen, nasty, text(".detail")].join("|");
 </script></body>"""
 
 
@@ -230,8 +242,8 @@ def browse(path, folder):
 
 
 def test_the_page_in_a_browser(tiny_model, tmp_path, monkeypatch, capsys):
-    """Two runs, 4 and 3 steps. No error in any script, no text that became HTML, curves and samples are there; and nothing is fetched: the page's
-    own policy forbids it, and would report it as an error."""
+    """Two runs, 4 and 3 steps. No error in any script, no text that became HTML, curves and samples are there; and nothing is
+    fetched: the page's own policy forbids it, and would report it as an error."""
     runs = [make_run(tmp_path / name, tiny_model, steps, nasty=True) for name, steps in (("a", 4), ("b <i>", 3))]
     monkeypatch.setattr(sys, "argv", ["report.py", *runs])
     report.main()
@@ -243,17 +255,18 @@ def test_the_page_in_a_browser(tiny_model, tmp_path, monkeypatch, capsys):
     with open(page, "w", encoding="utf-8") as f:
         f.write(text.replace("</body>", WALK))
     dom, _ = browse(page, tmp_path / "browser")
-    seen, told = html.unescape(re.search(r'<div id="walk">(.*?)</div>', dom).group(1)).split("|", 1)
+    seen, nasty, told = html.unescape(re.search(r'<div id="walk">(.*?)</div>', dom).group(1)).split("|", 2)
     data = json.loads(re.search(r'id="data">(.*?)</script>', text).group(1))
     assert int(seen) + 1 == sum(len(groups) for _, _, groups in data["runs"][0]["samples"]["steps"])
     assert re.match(r"token 0: version \d+, lag \d · log-prob of the engine −?-?\d", told)
-    shown = dom[dom.index("<main"):]
+    shown = dom[dom.index("<main"):dom.index("</main>")]
     assert "hacked" not in re.search(r"<html[^>]*>", dom).group() and "<img" not in shown and "b &lt;i&gt;" in shown
     reward = re.search(r'<b title="reward">.*?</svg>', shown, re.S).group()
     assert len(re.findall(r'<path d="M[\d.]+ [\d.]+L', reward)) == 2        # a curve for each run
     assert shown.count('class="sample"') == report.MEMBERS and shown.count("<figure>") > 12
-    first = data["runs"][0]["samples"]["steps"][-1][2]
-    assert any("".join(s["tokens"]) == NASTY for g in first for s in g["samples"]) or any(LONE + NASTY == g["prompt"] for g in first)
+    group = next(g for g in data["runs"][0]["samples"]["steps"][-1][2] if g["why"].startswith("largest"))
+    assert nasty == "1" and (group["prompt"], group["label"]) == (LONE + NASTY, LONE)
+    assert "".join(group["samples"][0]["tokens"]) == NASTY
 
 
 def test_a_thousand_steps_open_at_once(long_run, tmp_path):

@@ -123,7 +123,8 @@ def test_a_timeline_by_hand(tmp_path):
         ("rank", 1, "train", 109, 113, step)]
     assert [span for span in spans if span[0] == "engine"] == [
         ("engine", 0, "generate", 101, 105, {}), ("engine", 0, "generate", 110, 111, {}),
-        ("engine", 0, "sync", 107.5, 109, version), ("engine", 0, "reward", 105, 106, {}), ("engine", 0, "evaluate", 109.5, 110, version),
+        ("engine", 0, "sync", 107.5, 109, version), ("engine", 0, "reward", 105, 106, {}),
+        ("engine", 0, "evaluate", 109.5, 110, version),
         ("engine", 1, "generate", 102.5, 107, {}), ("engine", 1, "sync", 107.5, 109, version),
         ("engine", 1, "evaluate", 109.5, 110.5, version)]
     assert groups == [(0, 1, 102, 105, 106, "finish"), (0, 0, 101, 104, 106, "finish"), (1, 2, 102.5, 107, 107, "put_back"),
@@ -226,8 +227,9 @@ def test_the_bar_says_what_goes_on(tmp_path, monkeypatch):
     asked = []
     progress = SimpleNamespace(remote=lambda: asked.append(1) or f"{len(asked)} of 16 groups finished")
     monkeypatch.setattr(tracking, "ray", light.RAY)
-    tracker = tracking.Tracker(SimpleNamespace(run_dir=str(tmp_path), eval_only=False, num_rollout=3, replay=None, use_wandb=False,
-                                               use_tensorboard=False), 0)
+    flags = SimpleNamespace(run_dir=str(tmp_path), eval_only=False, num_rollout=3, replay=None, use_wandb=False,
+                            use_tensorboard=False)
+    tracker = tracking.Tracker(flags, 0)
     with tracker.timer("perf/wait_prev_gen"):
         tracker.watch(SimpleNamespace(progress=progress))
         deadline = time.time() + 10
