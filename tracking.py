@@ -55,7 +55,7 @@ class Tracker:
         try:
             yield
         finally:
-            ended, self.phase = time.time(), "trains"
+            ended, self.phase = time.time(), "syncs or trains"
             self.pending[name] = self.pending.get(name, 0.0) + ended - started
             if name in SPANS:
                 self.spans.setdefault(SPANS[name], []).append([started, ended])

@@ -235,7 +235,7 @@ def test_the_bar_says_what_goes_on(tmp_path, monkeypatch):
         deadline = time.time() + 10
         while tracker.bar.postfix != "waits for generation; 2 of 16 groups finished" and time.time() < deadline:
             time.sleep(0.05)
-    assert tracker.bar.postfix == "waits for generation; 2 of 16 groups finished" and tracker.phase == "trains"
+    assert tracker.bar.postfix == "waits for generation; 2 of 16 groups finished" and tracker.phase == "syncs or trains"
     tracker.bar.close()
     time.sleep(1.2)
     count = len(asked)
