@@ -91,6 +91,10 @@ def add_cluster(parser):
                    help="use these running SGLang servers and start none")
     g.add_argument("--sglang-port", type=int, help="port of engine 0; engine i takes port + i (default: free ports)")
     g.add_argument("--engine-start-timeout", type=float, default=600, help="seconds that an engine may take to start")
+    g.add_argument("--max-engine-restarts", type=int, default=3, help="how often an engine that died, hangs or answers wrongly is "
+                   "started again (or, if external, waited for), before it is left out")
+    g.add_argument("--rollout-health-check-interval", type=float, default=30, help="seconds between two checks of the engines")
+    g.add_argument("--rollout-health-check-timeout", type=float, default=30, help="seconds that an engine may take to answer one")
     g.add_argument("--distributed-timeout", type=float, default=600, help="seconds that a collective may take")
 
 
@@ -447,8 +451,9 @@ def check_ranges(args):
               "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
               "parity_warn": (0, math.inf), "parity_max": (0, math.inf), "overlong_penalty_factor": (0, 100),
               "loss_scale_factor": (1e-6, math.inf), "critic_lr": (0, 10), "value_clip": (0, math.inf), "gamma": (0, 1),
-              "lambd": (0, 1)}
-    limits = ("engine_start_timeout", "distributed_timeout", "generate_timeout", "reward_timeout", "update_weight_timeout")
+              "lambd": (0, 1), "max_engine_restarts": (0, math.inf)}
+    limits = ("engine_start_timeout", "distributed_timeout", "generate_timeout", "reward_timeout", "update_weight_timeout",
+              "rollout_health_check_interval", "rollout_health_check_timeout")
     for name, (low, high) in (ranges | dict.fromkeys(limits, (0.001, 10 ** 9))).items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:

@@ -19,11 +19,21 @@ import time
 import ray
 import requests
 
+import buckets
+
 EXT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sglang_ext")
 
 
 class EngineError(RuntimeError):
-    """An engine failed: the message names the engine, the verb and the cause."""
+    """An engine failed: the message names the engine, the verb and the cause; url: which one, where that is known."""
+
+    def __init__(self, message, url=None):
+        super().__init__(message)
+        self.url = url
+
+
+class NoEngineLeft(EngineError):
+    """Every engine is lost: the message says of each why."""
 
 
 # ---- HTTP verbs -------------------------------------------------------------------------------------------
@@ -42,21 +52,21 @@ class EngineClient:
                 session.trust_env = False   # a proxy of the environment has no business between trainer and engine
                 answer = session.request(method, f"{self.url}/{verb}", json=body, headers=self.headers, timeout=timeout)
         except requests.Timeout:
-            raise EngineError(f"engine {self.url}: {verb}: no answer within {timeout:g} s") from None
+            raise EngineError(f"engine {self.url}: {verb}: no answer within {timeout:g} s", self.url) from None
         except requests.RequestException as error:
-            raise EngineError(f"engine {self.url}: {verb}: {root_cause(error)}") from None
+            raise EngineError(f"engine {self.url}: {verb}: {root_cause(error)}", self.url) from None
         if answer.status_code != 200:
             text = " ".join(answer.text.split())[:500]
-            raise EngineError(f"engine {self.url}: {verb}: HTTP {answer.status_code} {text}")
+            raise EngineError(f"engine {self.url}: {verb}: HTTP {answer.status_code} {text}", self.url)
         return answer
 
     def health(self):
         """The HTTP side answers."""
         self.call("GET", "health", timeout=min(10.0, self.timeout))
 
-    def health_generate(self):
+    def health_generate(self, timeout=None):
         """A token comes out of the scheduler (at least 1 s)."""
-        self.call("GET", "health_generate")
+        self.call("GET", "health_generate", timeout=timeout)
 
     def info(self):
         """dict: model_path, weight_version, ..."""
@@ -69,14 +79,17 @@ class EngineClient:
     def resume(self):
         self.call("POST", "continue_generation", {})
 
-    def pause_and_flush(self):
-        """What has to happen before new weights."""
-        self.pause()
-        self.flush_cache()
-
-    def flush_cache(self):
-        """Forgets every cached prefix. The server refuses (400) while requests run or wait."""
-        self.call("POST", "flush_cache")
+    def flush_cache(self, patience=0.0):
+        """Forgets every cached prefix. The server refuses (400) while requests run or wait; behind a pause the last one may still
+        be on its way out: `patience` seconds are given to it."""
+        deadline = time.monotonic() + min(patience, self.timeout)
+        while True:
+            try:
+                return self.call("POST", "flush_cache")
+            except EngineError as error:
+                if "HTTP 400" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
     def abort_all(self):
         """Running and queued requests return with what they have, finish_reason 'abort'."""
@@ -88,20 +101,23 @@ class EngineClient:
             "master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size,
             "group_name": name, "backend": backend})
 
-    def update_from_distributed(self, names, dtypes, shapes, group_name, flush_cache=False):
-        """Receives one flattened bucket (uint8, tensors in order, no padding) from rank 0 of the group and loads it.
-        dtypes: 'float32', 'bfloat16', ... flush_cache=True kills the server while requests run or wait."""
+    def update_from_distributed(self, tensors, group_name, limit, version=None):
+        """Receives tensors [(name, dtype, shape)] from rank 0 of the group, in buckets of at most `limit` bytes (buckets.py), loads
+        them, and then calls itself `version` if one is given. flush_cache=True would kill a server with requests."""
+        names, dtypes, shapes = zip(*tensors)
         self.call("POST", "update_weights_from_distributed", {
-            "names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes],
-            "group_name": group_name, "load_format": "flattened_bucket", "flush_cache": flush_cache})
+            "names": names, "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes], "shapes": [list(s) for s in shapes],
+            "group_name": group_name, "load_format": f"{buckets.FORMAT}={limit}", "flush_cache": False,
+            "weight_version": None if version is None else str(version)})
 
-    def update_from_tensor(self, handles):
+    def update_from_tensor(self, handles, version=None):
         """Loads one flattened bucket from memory of this node. handles: of each engine rank, see sync_weights.ipc_handle."""
         self.call("POST", "update_weights_from_tensor", {
-            "serialized_named_tensors": list(handles), "load_format": "flattened_bucket", "flush_cache": False})
+            "serialized_named_tensors": list(handles), "load_format": "flattened_bucket", "flush_cache": False,
+            "weight_version": None if version is None else str(version)})
 
     def destroy_group(self, name):
-        self.call("POST", "destroy_weights_update_group", {"group_name": name})
+        self.call("POST", "destroy_weights_update_group", {"group_name": name}, timeout=min(10.0, self.timeout))
 
     def set_version(self, version):
         """Published version: every later answer carries it as meta_info.weight_version."""
@@ -254,6 +270,11 @@ class Server:
 
     def pid(self):
         return self.process.pid
+
+    def restart(self):
+        """A new process in place of one that died, hangs or answers wrongly. Returns its url."""
+        self.stop(grace=0)
+        return self.start()
 
     def stop(self, grace=1.0):
         """Ends the server and its children: SIGTERM, `grace` seconds, then SIGKILL to its process group. It has nothing

@@ -25,23 +25,32 @@ def _weights(start, stop, constants, device):
 def fingerprint(t, r0=0, c0=0):
     """t: [columns] or [rows, columns], any dtype; r0, c0: where its first element lies in the whole tensor.
     Returns an int, 0 <= f < 2^64; the fingerprints of disjoint slices add up mod 2^64 to the whole tensor's."""
-    return to_int(fingerprint_tensor(t, r0, c0))
+    return to_int(fingerprints([(t, r0, c0)]))
 
 
 def to_int(value):
-    """A fingerprint as fingerprint_tensor leaves it, int64, as 0 <= f < 2^64."""
+    """A fingerprint as `fingerprints` leaves it, int64, as 0 <= f < 2^64."""
     return int(value) & ((1 << 64) - 1)
 
 
+def fingerprints(slices):
+    """slices: [(t, r0, c0)], all on one device. Returns int64 [slices] there: on CUDA they may still be in the making."""
+    return fingerprinter(slices)()
+
+
+def fingerprinter(slices):
+    """A function that finds the fingerprints of what these slices hold when it is called: what does not change from sync to sync,
+    the addresses, is put together once."""
+    for t, _, _ in slices:
+        if t.dim() not in (1, 2):
+            raise ValueError(f"fingerprint: a tensor of 1 or 2 dimensions is needed, not {tuple(t.shape)}")
+    slices = [(t.detach()[None] if t.dim() == 1 else t.detach(), r0, c0) for t, r0, c0 in slices]
+    if slices and slices[0][0].is_cuda:
+        return on_cuda(slices)
+    return lambda: torch.stack([in_torch(*piece) for piece in slices])
+
+
 @torch.no_grad()
-def fingerprint_tensor(t, r0=0, c0=0):
-    """The same as a scalar int64 tensor on t's device: on CUDA it may still be in the making, so that none waits for it."""
-    if t.dim() not in (1, 2):
-        raise ValueError(f"fingerprint: a tensor of 1 or 2 dimensions is needed, not {tuple(t.shape)}")
-    t = t[None] if t.dim() == 1 else t
-    return on_cuda(t, r0, c0) if t.is_cuda else in_torch(t, r0, c0)
-
-
 def in_torch(t, r0, c0):
     rows, columns = t.shape
     total = torch.zeros((), dtype=torch.int64, device=t.device)
@@ -56,17 +65,28 @@ def in_torch(t, r0, c0):
     return total
 
 
-def on_cuda(t, r0, c0):
-    """One pass over the bits in their own width; the torch above would write and read 8 bytes for each three times."""
-    from fingerprint_cuda import ROWS, COLUMNS, kernel
-    bits = (t if t.stride(1) == 1 else t.contiguous()).view(_BITS[t.element_size()])
-    rows, columns = bits.shape
-    total = torch.zeros((), dtype=torch.int64, device=t.device)
-    (ma, ba), (mb, bb) = ((c - (1 << 64) if c >> 63 else c for c in constants) for constants in (_A, _B))
-    if bits.numel():
-        grid = (-(-columns // COLUMNS), min(-(-rows // ROWS), 65535))
-        kernel[grid](bits, total, rows, columns, bits.stride(0), r0, c0, ma, ba, mb, bb, ROWS, COLUMNS)
-    return total
+def on_cuda(slices):
+    """One kernel for all slices of a dtype's width: starting one for each would take longer than reading them. It passes over
+    the bits once, in their own width; the torch above would write and read 8 bytes for each three times."""
+    import triton.language as tl
+    from fingerprint_cuda import COLUMNS, PROGRAMS, ROWS, kernel
+    if any(t.stride(1) != 1 for t, _, _ in slices if t.numel()):
+        raise ValueError("fingerprint: on CUDA, columns must lie one behind the other")
+    device, tables = slices[0][0].device, []
+    for width, kind in {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}.items():
+        lines = [(t.data_ptr(), *t.shape, t.stride(0), r0, c0, place) for place, (t, r0, c0) in enumerate(slices)
+                 if t.element_size() == width and t.numel()]
+        if lines:
+            tables.append((kind, torch.tensor(lines, dtype=torch.int64).to(device)))
+    constants = [c - (1 << 64) if c >> 63 else c for c in (*_A, *_B)]
+
+    def run():
+        totals = torch.zeros(len(slices), dtype=torch.int64, device=device)
+        for kind, table in tables:
+            kernel[(PROGRAMS, len(table))](table, totals, *constants, kind, ROWS, COLUMNS)
+        return totals
+
+    return run
 
 
 def check_fingerprints(expected, ranks, engine):

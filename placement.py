@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import checkpoint
 from args import nodes_needed, policies
-from engine import EngineError, SGLangEngine, free_address
+from engine import EngineError, NoEngineLeft, SGLangEngine, free_address
 from replay import ReplayManager
 from rollout import RolloutManager
 from trainer import TrainWorker
@@ -53,7 +53,7 @@ def run(train, args):
         tracker = Tracker(args, step)
         if sys.stderr.isatty():
             tracker.watch(rollout)
-        trained = step if args.eval_only else train(args, trainers, rollout, tracker, step)
+        trained = step if args.eval_only else keep_training(train, args, trainers, rollout, tracker, step)
         finish(args, trained, trainers, rollout, tracker, save=trained > step)
     except (KeyboardInterrupt, SystemExit) as error:
         status = 130 if isinstance(error, KeyboardInterrupt) else error.code
@@ -69,6 +69,27 @@ def run(train, args):
         stop(engines)
     lock.close()
     sys.exit(status)
+
+
+def keep_training(train, args, trainers, rollout, tracker, step):
+    """The loop; begun anew at the step where it stands when the last engine is lost and one comes back. As behind a resume
+    nothing is in flight then: what the engines were at has gone back into the buffer. If none comes back, the run is saved."""
+    while True:
+        try:
+            return train(args, trainers, rollout, tracker, step)
+        except NoEngineLeft as error:
+            tracker.evaluation = None
+            print(f"warning: {getattr(error, 'cause', error)}: waiting for one to come back", file=sys.stderr, flush=True)
+            step = ray.get(rollout.trained_steps.remote())
+            of_ranks = set(ray.get([trainer.trained_steps.remote() for trainer in trainers])) - {None, step}
+            if of_ranks:                  # never: then the last checkpoint is what counts
+                raise
+            try:
+                ray.get(rollout.revive.remote())
+            except NoEngineLeft:
+                checkpoint.save(args, step, trainers, rollout)
+                print(f"saved after {step} steps: --load {args.run_dir} goes on from there", file=sys.stderr, flush=True)
+                raise
 
 
 def take_folder(args):
@@ -177,7 +198,7 @@ def launch(args, engines):
              max(args.engine_start_timeout, args.distributed_timeout),
              f"{len(engines)} engines, {len(trainers)} training ranks, rollout manager")
     urls = urls or ray.get(starting)
-    ray.get(rollout.connect.remote(urls))
+    ray.get(rollout.connect.remote(urls, engines))
     ray.get([trainer.join_engines.remote(urls, uuid.uuid4().hex[:8]) for trainer in trainers])   # a new name for each run
     print(f"everything is up after {time.time() - started:.0f} s", flush=True)
     return trainers, rollout
@@ -188,7 +209,8 @@ def start_engines(args, trainers, options):
     of those whose GPUs they use."""
     count, tp = args.num_engines, args.rollout_num_gpus_per_engine
     if not (args.colocate and trainers and args.device == "cuda"):
-        return [SGLangEngine.options(**option).remote(i, args) for i, option in enumerate(reserve(count, tp, args.device))]
+        return [SGLangEngine.options(max_restarts=args.max_engine_restarts, **option).remote(i, args)
+                for i, option in enumerate(reserve(count, tp, args.device))]
     gpus = ray.get([trainer.gpu.remote() for trainer in trainers], timeout=args.distributed_timeout)
     return [SGLangEngine.options(num_gpus=0, scheduling_strategy=options[i * tp]["scheduling_strategy"])
             .remote(i, args, gpus[i * tp:(i + 1) * tp]) for i in range(count)]

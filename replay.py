@@ -37,7 +37,7 @@ class ReplayManager:
     def ready(self):
         """Answers once data and record are read."""
 
-    def connect(self, urls):
+    def connect(self, urls, actors=()):
         """There are no engines."""
 
     async def generate(self, step):

@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import os
+import re
 import time
 import uuid
 from collections import Counter
@@ -27,8 +28,8 @@ from args import load_function
 from batch import batch_metrics, load_groups, make_batch, plain_column, save_groups
 from buffer import Buffer, Gate, Group, Ledger, Sample, Stream
 from data import PromptRows
-from engine import EngineClient, EngineError, api_key
-from fingerprint import check_fingerprints
+from engine import api_key
+from fleet import Aborted, Fleet, Lane
 from rewards import REWARDS
 
 
@@ -36,28 +37,18 @@ class Dropped(Exception):
     """Ends one group, not the run: its message is the reason in the ledger."""
 
 
-class Aborted(Exception):
-    """Unwinds a sample's generation when its group is aborted: the sample stays pending and is continued later."""
+class Busy(Exception):
+    """An engine says: not now, but in so many seconds (429, 503)."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
 
 
-@dataclass
-class Lane:
-    """What the manager knows about one engine."""
-    rank: int
-    url: str
-    client: EngineClient
-    slots: asyncio.Semaphore          # bounds the requests in flight; the next one starts at every completion
-    tokens: int = 0                   # tokens of the requests in flight: the least loaded engine gets the next group
-    seconds: float = 0.0              # time with at least one request in flight
-    requests: int = 0
-    since: float = 0.0
-
-
-@dataclass
+@dataclass(eq=False)
 class Work:
     """A group on its way. `aborting` is read before each of its requests."""
     group: Group
-    lane: Lane
+    lane: Lane | None = None
     tokens: int = 0                   # its part of lane.tokens: given back as samples end
     rids: set = field(default_factory=set)
     aborting: bool = False
@@ -66,22 +57,32 @@ class Work:
         self.tokens += tokens
         self.lane.tokens += tokens
 
+    def move(self, lane):
+        """To this engine; None: the work has ended."""
+        if self.lane:
+            self.lane.tokens -= self.tokens
+            self.lane.works.discard(self)
+        self.lane = lane
+        if lane:
+            lane.tokens += self.tokens
+            lane.works.add(self)
+
 
 class RolloutManager:
     def __init__(self, args):
         self.args = args
         self.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
-        self.lanes = []
         self.stops = stop_ids(args, self.tokenizer)
         self.buffer = make_buffer(args, self.tokenizer)
         self.stream = make_stream(args, self.buffer)
+        self.fleet = Fleet(args, self.buffer.ledger if self.buffer else Ledger())
+        self.steps = 0                            # that the trainers' weights carry
         self.last_drop = None                     # the reason, for the message of a run that gives up
         self.tasks, self.failure, self.held, self.counts = set(), None, True, Counter()
         self.news = asyncio.Event()               # something landed
         self.eval_rows = {name: PromptRows(path, args, self.tokenizer) for name, path in args.eval_sets}
         self.version = None                       # published to all engines
-        self.released = False                     # the engines' memory is lent to the training
-        self.proof, self.check_time = None, 0.0   # the comparison of fingerprints since the last sync, and what it took
+        self.check_time = 0.0                     # of the last comparison of fingerprints
         self.works = {}                           # group id -> Work, of the groups in flight
         self.session = None
         self.threads = ThreadPoolExecutor(64, "reward")
@@ -99,12 +100,11 @@ class RolloutManager:
     def ready(self):
         """Answers once the data and the tokenizer are there."""
 
-    def connect(self, urls):
-        """The engines that are up."""
+    def connect(self, urls, actors=()):
+        """The engines that are up, and the actors that own them; without: external ones."""
         key = api_key(self.args)
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        slots = self.args.sglang_server_concurrency
-        self.lanes = [Lane(rank, url, EngineClient(url, key), asyncio.Semaphore(slots)) for rank, url in enumerate(urls)]
+        self.fleet.connect(urls, actors)
 
     # ---- the batch of a step ------------------------------------------------------------------------------
     async def generate(self, step):
@@ -143,7 +143,7 @@ class RolloutManager:
         exception (a row of the data that cannot be read) would be lost: the next wait raises it."""
         groups = []
         try:
-            groups = [] if self.held else self.stream.draw()
+            groups = self.stream.draw() if self.fleet.up and not self.held else []
         except Exception as error:
             self.failure = self.failure or error
         for group in groups:
@@ -173,6 +173,8 @@ class RolloutManager:
             if self.failure:
                 raise self.failure
             if not self.tasks:
+                if not self.fleet.up:
+                    raise self.fleet.none_left()
                 if not self.buffer.exhausted:      # cannot be: a dropped group opens the gate
                     raise RuntimeError(f"step {step}: nothing runs, {self.buffer.finished_count} of {self.args.groups_per_step} "
                                        f"groups are finished and the gate is closed")
@@ -199,7 +201,7 @@ class RolloutManager:
         tasks, counts = set(), Counter()
         target = self.args.over_sampling_batch_size
         try:
-            while self.buffer.finished_count < wanted:
+            while self.buffer.finished_count < wanted and self.fleet.up:
                 room = target - self.buffer.finished_count - len(tasks)
                 for group in self.buffer.draw(room):
                     tasks.add(asyncio.create_task(self.run_group(group, counts)))
@@ -213,6 +215,8 @@ class RolloutManager:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if self.buffer.finished_count < wanted and not self.fleet.up:
+            raise self.fleet.none_left()
         return {f"rollout/{name}": n for name, n in counts.items()}
 
     async def settle(self, tasks, when, timeout):
@@ -251,7 +255,7 @@ class RolloutManager:
             self.last_drop = str(reason)
             self.buffer.drop(group, str(reason))
         finally:
-            work.load(-work.tokens)
+            work.move(None)
             del self.works[group.group_id]
             if self.stream:                        # at once: nobody may see a group running and finished
                 self.stream.landed(group)
@@ -259,8 +263,9 @@ class RolloutManager:
     def assign(self, group):
         """The least loaded engine, for all samples of the group: they share the prompt's cache. The load counts from here,
         not from the request: all groups of a batch choose before the first request is out."""
-        work = Work(group, min(self.lanes, key=lambda lane: lane.tokens))
-        work.load(sum(self.cost(sample) for sample in group.samples if sample.status == "pending"))
+        work = Work(group, tokens=sum(self.cost(sample) for sample in group.samples if sample.status == "pending"))
+        work.move(self.fleet.least_loaded())
+        work.aborting = not self.fleet.up
         return work
 
     def cost(self, sample):
@@ -295,7 +300,7 @@ class RolloutManager:
             await self.settle(tasks, asyncio.ALL_COMPLETED, 1.0)
 
     async def say_abort(self, lane, rid):
-        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, Dropped):   # it is said again in a second
+        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, Dropped, Busy):   # it is said again in a second
             await self.post(lane, "/abort_request", {"rid": rid}, 30)
 
     # ---- one sample ---------------------------------------------------------------------------------------
@@ -303,20 +308,30 @@ class RolloutManager:
         """Generates until the sample is finished or its group is aborted, then rewards it."""
         if sample.status != "pending":
             return                                 # a finished member of a continued group stays as it is
-        async with work.lane.slots:
-            await self.run_turns(work, sample, self.args.rollout_temperature, self.args.rollout_max_response_len)
+        await self.serve(work, sample, self.args.rollout_temperature, self.args.rollout_max_response_len)
         work.group.generated = time.time()
         work.load(-self.cost(sample))
         if sample.status != "pending" and not self.args.group_rm:
             sample.reward = self.checked(await self.call_reward(sample), sample)
 
+    async def serve(self, work, sample, temperature, max_response_len):
+        """The sample's turns within a slot of its engine; when that is lost, within one of the next, from the sample's tokens."""
+        lane = None
+        while work.lane is not lane and sample.status == "pending":
+            lane = work.lane
+            async with lane.slots:
+                if work.lane is lane:              # else it was lost as this waited
+                    await self.run_turns(work, sample, temperature, max_response_len)
+
     async def run_turns(self, work, sample, temperature, max_response_len):
         """One call of the generate function, which may ask the engine several times. The sample ends as its last turn did;
         an abort leaves it pending, with what it has."""
-        status = None
+        status, lane = None, work.lane
 
         async def generate(sample):
             nonlocal status
+            if work.lane is not lane:
+                raise Aborted                      # its engine was lost during a tool call
             status = await self.continue_sample(work, sample, temperature, max_response_len)
             return status
 
@@ -354,23 +369,35 @@ class RolloutManager:
         return "truncated"
 
     async def ask(self, work, sample, payload):
-        """One /generate with finite tries. A 4xx is final; an engine that is gone ends the run with its name."""
-        problem = None
-        for attempt in range(self.args.max_sample_retries):
-            rid = uuid.uuid4().hex
-            with busy(work, rid, sample):
-                try:
-                    answer = await self.post(work.lane, "/generate", {**payload, "rid": rid}, self.args.generate_timeout)
-                    self.take_answer(work, sample, answer)
-                    return answer
-                except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
-                    problem = f"{type(error).__name__}: {error}"
-            await self.check_alive(work.lane, problem)
-            await asyncio.sleep(min(2.0 ** attempt * 0.1, 5))
+        """One /generate with finite tries. A 4xx is final, but for 429; Aborted when the engine is lost."""
+        lane, limit, tries, deadline = work.lane, self.args.generate_timeout, 0, time.time() + self.args.generate_timeout
+        while tries < self.args.max_sample_retries:
+            rid, pause = uuid.uuid4().hex, min(2.0 ** tries * 0.1, 5)
+            try:
+                with busy(work, rid, sample):
+                    call = self.post(lane, "/generate", {**payload, "rid": rid}, limit)
+                    answer = await self.fleet.until_lost(lane, call)
+                await self.fleet.trust(lane)
+                self.take_answer(lane, sample, answer)
+                lane.wrong = 0
+                return answer
+            except Busy as busy_for:               # no failure, but not for ever
+                problem, pause = f"engine {lane.url} is busy (429 or 503) for --generate-timeout {limit:g} s", busy_for.seconds
+                tries += time.time() + pause > deadline and self.args.max_sample_retries
+            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                problem, tries = f"{type(error).__name__}: {error}", tries + 1
+                await self.fleet.check(lane, problem)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                problem, tries = f"{type(error).__name__}: {error}", tries + 1
+                self.fleet.wrong_answer(lane, problem)
+            if lane.state != "up":
+                raise Aborted
+            await asyncio.sleep(pause if tries < self.args.max_sample_retries else 0)
         raise Dropped(f"error: {sample.name}: {problem}")
 
-    def take_answer(self, work, sample, answer):
-        """Checks the answer and appends it. ValueError for what an engine must not say; the sample is unchanged then."""
+    def take_answer(self, lane, sample, answer):
+        """Checks the answer and appends it. ValueError and the like for what an engine must not say; the sample is unchanged
+        then. An engine that answers with another version than the published one is lost."""
         meta = answer["meta_info"]
         if meta["finish_reason"]["type"] not in ("stop", "length", "abort"):
             raise ValueError(f"finish_reason {meta['finish_reason']}")
@@ -379,17 +406,11 @@ class RolloutManager:
         if tokens != answer["output_ids"]:
             raise ValueError(f"{sample.name}: {len(answer['output_ids'])} tokens with {len(tokens)} log-probs")
         if str(meta["weight_version"]) != str(self.version) and self.version is not None:
-            raise EngineError(f"engine {work.lane.url} generated with version {meta['weight_version']}, but {self.version} "
-                              f"was published")
+            self.fleet.lose(lane, f"engine {lane.url} generated with version {meta['weight_version']}, but {self.version} was "
+                                  f"published")
+            raise Aborted
         if tokens:
             sample.append(tokens, logprobs, self.version or 0)
-
-    async def check_alive(self, lane, problem):
-        try:
-            await self.get(lane, "/health", 10)
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            raise EngineError(f"engine {lane.url} does not answer ({type(error).__name__} {error}); the request before: "
-                              f"{problem}") from None
 
     # ---- rewards ------------------------------------------------------------------------------------------
     async def call_reward(self, target):
@@ -444,75 +465,70 @@ class RolloutManager:
     async def eval_sample(self, sample):
         args, work = self.args, self.assign(Group(sample.group_id, sample.row, 0, [sample]))
         try:
-            async with work.lane.slots:
-                await self.run_turns(work, sample, args.eval_temperature, args.eval_max_response_len)
+            await self.serve(work, sample, args.eval_temperature, args.eval_max_response_len)
+            if work.aborting:
+                raise self.fleet.none_left()
             reward = await self.call_reward([sample] if args.group_rm else sample)
         except Dropped as reason:                  # a mean over what happened to succeed would be a lie
             raise RuntimeError(f"evaluation, row {sample.row}: {reason}") from None
         finally:
-            work.load(-work.tokens)
+            work.move(None)
         sample.reward = self.checked(reward[0] if args.group_rm else reward, sample)
 
     # ---- weight sync: the engines' side of it -------------------------------------------------------------
     async def pause(self):
-        """Stops generation on every engine and empties the KV caches. Nothing runs there then: a loop syncs between two
-        batches, and a stream is held first."""
+        """Stops generation on every engine and begins to empty the KV caches, beside what comes next. Nothing runs there then: a
+        loop syncs between two batches, and a stream is held first. Returns urls when the trainers have to join the engines anew."""
         await self.proved()
-        if self.released:                          # paused already
-            return await gather(asyncio.to_thread(lane.client.resume_memory, ["weights"]) for lane in self.lanes)
         if self.stream:
             await self.hold()
-        await gather(asyncio.to_thread(lane.client.pause_and_flush) for lane in self.lanes)
+        return await self.fleet.pause()
+
+    async def blame(self, url, why):
+        """The sync has failed, by this engine if it has a name: goes on without those at fault, or raises NoEngineLeft."""
+        await self.fleet.blame(url, why)
 
     async def release_memory(self):
         """--colocate: the engines, where nothing runs between two batches, give their memory to the training. The next sync
         takes it back, for what it writes first: the weights before they are sent, the cache behind them."""
         await self.pause()
-        await gather(asyncio.to_thread(lane.client.release_memory) for lane in self.lanes)
-        self.released = True
+        await self.fleet.release_memory()
 
     async def publish(self, version, expected):
-        """Names the new version on every engine. What they hold is compared with the trainer's fingerprints (expected: see
-        fingerprint.py) while the first requests run, and `proved` before anything that they say is handed out."""
-        await gather(asyncio.to_thread(lane.client.set_version, version) for lane in self.lanes)
+        """The engines go on with the new version. What they hold is compared with the trainers' fingerprints (expected: calls of
+        their ranks, see WeightSender.fingerprints; None: no weights were sent) while the first requests run, and before anything
+        that they say is taken."""
+        await self.fleet.publish(version, expected)
         self.version = version
         if self.buffer:
             self.buffer.ledger.write("sync", version=version)
         if self.stream:
             self.stream.publish(version)
-        if expected is not None:
-            self.proof = asyncio.create_task(self.prove(expected))
-
-    async def prove(self, expected):
-        """RuntimeError with the engine and the tensors that are not the trainer's. Returns the seconds that it took."""
-        started = time.time()
-        checksums = await gather(asyncio.to_thread(lane.client.checksums) for lane in self.lanes)
-        for lane, found in zip(self.lanes, checksums):
-            check_fingerprints(expected, found, lane.url)
-        return time.time() - started
+        await self.resume()
 
     async def proved(self):
-        """Waits until the last sync is proved, or raises why it is not. Returns the seconds that the proof took."""
-        if self.proof:
-            self.check_time = await self.proof
+        """Waits until every engine has proved the last sync or is lost. Returns the seconds that it took."""
+        self.check_time = await self.fleet.proved()
         return self.check_time
 
     async def resume(self):
-        """Lets every engine go on, whatever the others answer; then raises what one of them answered."""
-        if self.released:
-            await gather(asyncio.to_thread(lane.client.resume_memory, ["kv_cache", "cuda_graph"]) for lane in self.lanes)
-            self.released = False
-        answers = await asyncio.gather(*(asyncio.to_thread(lane.client.resume) for lane in self.lanes), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
+        """Lets every engine go on, whatever the others answer."""
+        await self.fleet.resume()
         if self.stream:
             self.held = False
             self.fill()
 
     # ---- bookkeeping --------------------------------------------------------------------------------------
+    async def revive(self):
+        """Waits until an engine comes back. NoEngineLeft when none will."""
+        await self.fleet.revive()
+
+    def trained_steps(self):
+        return self.steps
+
     def trained(self, step):
         """The step is in the trainers' weights."""
+        self.steps = step + 1
         if self.args.load_debug_rollout_data:
             return
         if self.stream:
@@ -525,6 +541,7 @@ class RolloutManager:
         save_buffer(self.buffer, folder, step)
 
     def load(self, folder, step):
+        self.steps = step
         with open(os.path.join(folder, "buffer.json")) as f:
             state = json.load(f)
         if self.buffer:
@@ -535,40 +552,38 @@ class RolloutManager:
 
     def progress(self):
         """What generation does now, for the terminal."""
-        running = sum(lane.requests for lane in self.lanes)
+        running = sum(lane.requests for lane in self.fleet.lanes)
         groups = f"{self.buffer.finished_count} of {self.args.groups_per_step} groups finished, " if self.buffer else ""
         return f"{groups}{running} answers are being generated"
 
     def lane_metrics(self, seconds):
         """Time that the engines had something to do since the last call, as a mean over them."""
-        for lane in self.lanes:
+        lanes = self.fleet.lanes
+        for lane in lanes:
             if lane.requests:                      # a stream's engine may never be without a request
                 now = time.time()
                 lane.seconds, lane.since = lane.seconds + now - lane.since, now
-        mean = sum(lane.seconds for lane in self.lanes) / max(len(self.lanes), 1)
-        for lane in self.lanes:
+        mean = sum(lane.seconds for lane in lanes) / max(len(lanes), 1)
+        for lane in lanes:
             lane.seconds = 0.0
-        return {"perf/engine_busy_time": mean, "perf/engine_busy_share": mean / max(seconds, 1e-9)}
+        return {"perf/engine_busy_time": mean, "perf/engine_busy_share": mean / max(seconds, 1e-9),
+                "perf/engines": len(self.fleet.up)}
 
     # ---- HTTP ---------------------------------------------------------------------------------------------
     async def post(self, lane, verb, payload, timeout):
-        return await self.http("post", lane, verb, timeout, json=payload)
-
-    async def get(self, lane, verb, timeout):
-        return await self.http("get", lane, verb, timeout)
-
-    async def http(self, method, lane, verb, timeout, **kwargs):
-        """One exchange. A 4xx raises Dropped (the request itself is wrong: trying again cannot help), other failures
-        aiohttp.ClientError or asyncio.TimeoutError."""
+        """One exchange. A 4xx raises Dropped (the request itself is wrong: trying again cannot help), 429 and 503 Busy, other
+        failures aiohttp.ClientError or asyncio.TimeoutError."""
         if self.session is None:   # needs the running loop. The slots limit connections; a server closes idle ones after 5 s
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
             self.session = aiohttp.ClientSession(connector=connector, headers=self.headers)
         limit = aiohttp.ClientTimeout(total=timeout)
-        async with self.session.request(method, lane.url + verb, timeout=limit, **kwargs) as r:
+        async with self.session.post(lane.url + verb, timeout=limit, json=payload) as r:
+            if r.status in (429, 503):
+                raise Busy(retry_after(r.headers.get("Retry-After", "")))
             if 400 <= r.status < 500:
                 raise Dropped(f"error: engine {lane.url} answered {verb} with {r.status}: {(await r.text())[:300]}")
             r.raise_for_status()
-            return await r.json() if verb != "/health" and "json" in r.content_type else None
+            return await r.json() if "json" in r.content_type else None
 
 
 # ---- helpers ----------------------------------------------------------------------------------------------
@@ -580,6 +595,11 @@ async def gather(coroutines):
     finally:
         for task in tasks:
             task.cancel()
+
+
+def retry_after(text):
+    """Seconds of that header, at least 0.1 and at most 60; 1 where it is missing or a date."""
+    return min(max(float(text), 0.1), 60.0) if re.fullmatch(r"\d+(\.\d+)?", text) else 1.0
 
 
 @contextlib.contextmanager

@@ -338,13 +338,14 @@ def read_spans(run_dir):
     """(spans, groups) of a run, in unix seconds.
 
     spans: [(side, number, name, start, end, {"step" or "version": ...})], side "engine" or "rank"; those of one engine or rank do
-    not overlap. An engine has generate (at least one group's answers are being made), reward (groups wait for nothing else),
-    sync (from the end of the pause on: until then it may finish what runs) and evaluate (it does nothing else); a training rank
-    wait, sync, save and train.
+    not overlap. An engine has generate (at least one group's answers are being made), lost, reward (groups wait for nothing
+    else), sync (from the end of the pause on: until then it may finish what runs) and evaluate (it does nothing else); a training
+    rank wait, sync, save and train.
     groups: [(engine, group, start, when its last answer came, end, how it ended)]: each time that a group was with an engine.
     """
     rows = read_rows(os.path.join(run_dir, "metrics.jsonl"))
-    groups = group_spans(Ledger.surviving(os.path.join(run_dir, "ledger.jsonl")))
+    records = Ledger.surviving(os.path.join(run_dir, "ledger.jsonl"))
+    groups = group_spans(records)
     evals = [(row["started"], row["started"] + row["seconds"], {"version": row["version"]})
              for row in read_rows(os.path.join(run_dir, "eval.jsonl")) if "started" in row]
     ranks, syncs = [], []
@@ -360,7 +361,7 @@ def read_spans(run_dir):
     for engine in sorted({group[0] for group in groups}):
         taken = []
         for name, found in (("generate", [(start, generated, {}) for e, _, start, generated, _, _ in groups if e == engine]),
-                            ("sync", syncs),
+                            ("lost", lost_spans(records, engine)), ("sync", syncs),
                             ("reward", [(generated, end, {}) for e, _, _, generated, end, _ in groups if e == engine]),
                             ("evaluate", evals)):
             new = free(found, taken)
@@ -375,6 +376,9 @@ def group_spans(records):
     found, running = [], {}
     for record in records:
         if record["event"] == "submit":
+            if record["group"] in running:         # its engine was lost
+                engine, start = running[record["group"]]
+                found.append((engine, record["group"], start, record["time"], record["time"], "moved"))
             running[record["group"]] = record["engine"], record["time"]
         elif record["event"] in ("finish", "drop", "put_back") and record["group"] in running:
             (engine, start), end = running.pop(record["group"]), record["time"]
@@ -384,6 +388,17 @@ def group_spans(records):
             running.clear()                        # their answers never came, and nobody knows when the engine stopped
     return found + [(engine, group, start, records[-1]["time"], records[-1]["time"], "in flight")
                     for group, (engine, start) in running.items()]
+
+
+def lost_spans(records, engine):
+    """[(start, end, {})] in which an engine did not serve."""
+    found, since = [], None
+    for record in records:
+        if record["event"] == "engine" and record["engine"] == engine:
+            if record["state"] == "up" and since is not None:
+                found.append((since, record["time"], {}))
+            since = None if record["state"] == "up" else since or record["time"]
+    return found if since is None else found + [(since, records[-1]["time"], {})]
 
 
 def free(spans, taken):

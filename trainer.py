@@ -5,6 +5,7 @@ computed by each of them alike, without any communication; only log-probs and gr
 """
 
 import contextlib
+import math
 import os
 import time
 
@@ -50,6 +51,7 @@ class TrainWorker:
         self.published = {}                                # version -> copy of its weights; kept around a parity step
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.sender = WeightSender(args, self.model, self.hf)
+        self.steps = None                                  # that were trained, once one was in this process
 
     def ready(self):
         """Answers once the constructor is through: an error in it surfaces here."""
@@ -64,8 +66,11 @@ class TrainWorker:
         noted = self.parity(step, batch, [micro for plan in updates for micro in plan])
         noted |= self.add_columns(step, batch, updates)
         prepared = time.time()            # all passes without gradient lie before: old and reference log-probs, values, parity
+        self.steps = math.nan              # from here to the end the weights are of no step
         sums = [self.update(batch, plan) for plan in updates]
-        metrics = {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started}
+        self.steps = step + 1
+        metrics = {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
+                   "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9}
         if self.args.record_path:         # beside the recorded batch: how far engine and trainer are apart, token by token
             rows = self.everywhere(batch, [micro for plan in updates for micro in plan], batch["trained_logprobs"])
             metrics |= {"logprobs": torch.cat(rows).float().numpy()} if self.rank == 0 else {}
@@ -284,6 +289,10 @@ class TrainWorker:
         return model.token_logprobs(network, hidden, packed.labels, self.args.rollout_temperature,
                                     chunk=self.args.log_probs_chunk_size, entropy=entropy)
 
+    def trained_steps(self):
+        """Steps in the weights; None: as many as were loaded."""
+        return self.steps
+
     # ---- weights ------------------------------------------------------------------------------------------
     def gpu(self):
         """The id of this rank's device, as CUDA_VISIBLE_DEVICES of an engine beside it names it."""
@@ -295,8 +304,14 @@ class TrainWorker:
     def leave_engines(self):
         self.sender.leave()
 
-    def send_weights(self):
-        return self.sender.send()
+    def prepare_weights(self):
+        self.sender.prepare()
+
+    def send_weights(self, version):
+        return self.sender.send(version)
+
+    def fingerprints(self):
+        return self.sender.fingerprints()
 
     def save(self, folder):
         model.save_rank(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler)

@@ -42,7 +42,8 @@ class Sender:
     def ready(self):
         pass
 
-    join_engines, leave_engines, send_weights = TrainWorker.join_engines, TrainWorker.leave_engines, TrainWorker.send_weights
+    join_engines, leave_engines = TrainWorker.join_engines, TrainWorker.leave_engines
+    prepare_weights, send_weights, fingerprints = TrainWorker.prepare_weights, TrainWorker.send_weights, TrainWorker.fingerprints
 
 
 class Raw:

@@ -2,8 +2,12 @@
 
 It makes POST /weights_checker {"action": "checksum"} answer with fingerprints (fingerprint.py) of the tensors of the
 Hugging Face checkpoint instead of hashes of SGLang's own, fused and padded ones, and on a machine without CUDA.
+
+And POST /update_weights_from_distributed takes all buckets of a sync in one request (load_format: buckets.FORMAT=LIMIT). SGLang's
+own way is a request for each bucket, 3 to 4 ms apart, in which nothing flies while a bucket is loaded.
 """
 
+import dataclasses
 import multiprocessing
 import os
 import sys
@@ -14,6 +18,8 @@ def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     srt = "sglang.srt."
     HookRegistry.register(srt + "utils.weight_checker.WeightChecker._compute_checksum", checksums, HookType.REPLACE)
+    HookRegistry.register(srt + "model_executor.model_runner_components.weight_updater.WeightUpdater."
+                          "update_weights_from_distributed", update_weights, HookType.AROUND)
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         HookRegistry.register(srt + "entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
 
@@ -24,19 +30,110 @@ def fork_children(result, *args, **kwargs):
 
 
 def checksums(checker):
-    """Replaces WeightChecker._compute_checksum: {'<hf name>|r0:r1|c0:c1': '<16 hex digits>'} of this rank's slices."""
-    import torch
-    from fingerprint import fingerprint_tensor, to_int
-    names, values = [], []
-    for name, t, r0, c0 in hf_slices(checker._get_model()):
-        rows, columns = t.shape if t.dim() == 2 else (1, t.shape[0])
-        if t.numel():   # a rank may hold padding only
-            names.append(f"{name}|{r0}:{r0 + rows}|{c0}:{c0 + columns}")
-            values.append(fingerprint_tensor(t, r0, c0))
-    found = {name: f"{to_int(value):016x}" for name, value in zip(names, torch.stack(values).tolist())}
-    total = sum(int(value, 16) for value in found.values()) % (1 << 64)
+    """Replaces WeightChecker._compute_checksum: {'<hf name>|r0:r1|c0:c1': '<16 hex digits>'} of this rank's slices. What
+    `receive` has read, from the same memory and behind the copies into it, is not read once more."""
+    from fingerprint import fingerprints, to_int
+    slices, read = slices_of(checker._get_model()), {}
+    for of_slices, stage in COPIES.values():
+        if of_slices is slices:
+            for copy in stage:
+                read.update(zip(copy.keys, copy.read.tolist() if copy.read is not None else ()))
+                copy.read = None
+    rest = [piece for piece in slices if piece[0] not in read]
+    if rest:
+        read.update(zip((key for key, *_ in rest), fingerprints([piece[2:] for piece in rest]).tolist()))
+    found = {key: f"{to_int(read[key]):016x}" for key, _, t, _, _ in slices if t.numel()}   # a rank may hold padding only
+    total = sum(map(to_int, read.values())) % (1 << 64)
     return {"checksums": found, "per_gpu_checksum": f"{total:016x}",
             "parallelism_info": checker._parallelism_info().model_dump()}
+
+
+# ---- receiving weights ------------------------------------------------------------------------------------
+def update_weights(original, updater, names, dtypes, shapes, group_name, load_format=None):
+    """Around WeightUpdater.update_weights_from_distributed -> (success, message), as it answers."""
+    from buckets import FORMAT
+    if not (load_format or "").startswith(FORMAT + "="):
+        return original(updater, names, dtypes, shapes, group_name, load_format)
+    try:
+        receive(updater, (tuple(names), tuple(dtypes), tuple(map(tuple, shapes)), int(load_format.partition("=")[2])), group_name)
+    except Exception as error:
+        return False, f"receiving weights: {type(error).__name__}: {error}; those of this engine are partly new"
+    return True, "weights received"
+
+
+@dataclasses.dataclass
+class Copy:
+    """Of one bucket's tensors into this rank's memory."""
+    into: list
+    out_of: list
+    keys: list               # of the slices that are written
+    fingerprints: object     # a function: of what they hold
+    read: object = None      # what it found behind the last copy
+
+
+LAID, COPIES, BUFFERS = {}, {}, [None, None]   # of a stage, by what the request says of it: the same from sync to sync
+
+
+def receive(updater, key, group_name):
+    """Copies each bucket into the model's own tensors, and reads their fingerprints there, while the next bucket flies."""
+    import torch
+    import torch.distributed as dist
+    group = updater._model_update_group[group_name]
+    if key not in LAID:
+        LAID[key] = laid_out(*key, updater.device)
+    buckets = LAID[key]
+    start = lambda i: dist.broadcast(buckets[i][0], group=group, group_src=0, async_op=True) if i < len(buckets) else None
+    flying = start(0)
+    slices = slices_of(updater.get_model())
+    if key not in COPIES or COPIES[key][0] is not slices:
+        COPIES[key] = slices, copies(slices, [tensors for _, tensors in buckets])
+    for i, copy in enumerate(COPIES[key][1]):
+        follows = start(i + 1)
+        flying.wait()
+        torch._foreach_copy_(copy.into, copy.out_of)
+        copy.read = copy.fingerprints()
+        flying = follows
+    if buckets[0][0].is_cuda:
+        torch.cuda.current_stream().synchronize()       # the forward passes run on another stream
+
+
+def laid_out(names, dtypes, shapes, limit, device):
+    import torch
+    from buckets import cut, lay_out
+    return lay_out(cut(list(zip(names, (getattr(torch, dtype) for dtype in dtypes), shapes)), limit), BUFFERS, device)
+
+
+def copies(slices, buckets):
+    """[Copy] of each bucket {hf name: whole tensor}: of a tensor the rows and columns that this rank holds."""
+    from fingerprint import fingerprinter
+    places, found = {}, []
+    for piece in slices:
+        places.setdefault(piece[1], []).append(piece)
+    for tensors in buckets:
+        if unknown := tensors.keys() - places.keys():
+            raise KeyError(f"this engine's model has no {sorted(unknown)[0]}")
+        into = [piece for name in tensors for piece in places[name]]
+        out_of = [tensors[name][c0:c0 + t.shape[0]] if t.dim() == 1 else tensors[name][r0:r0 + t.shape[0], c0:c0 + t.shape[1]]
+                  for _, name, t, r0, c0 in into]
+        found.append(Copy([t for _, _, t, _, _ in into], out_of, [key for key, *_ in into],
+                          fingerprinter([piece[2:] for piece in into])))
+    return found
+
+
+# ---- where the checkpoint's tensors lie -------------------------------------------------------------------
+SLICES = {}
+
+
+def slices_of(model):
+    """[(key of checksums, *slice of hf_slices)]. The list is made anew only where the model's memory has moved."""
+    where = [p.data_ptr() for p in model.parameters()]
+    if SLICES.get("where") != where:
+        found = []
+        for name, t, r0, c0 in hf_slices(model):
+            rows, columns = t.shape if t.dim() == 2 else (1, t.shape[0])
+            found.append((f"{name}|{r0}:{r0 + rows}|{c0}:{c0 + columns}", name, t, r0, c0))
+        SLICES.update(where=where, found=found)
+    return SLICES["found"]
 
 
 def hf_slices(model):

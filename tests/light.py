@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 import checkpoint
 import engine
+import fleet
 import harness
 import placement
 import replay
@@ -41,10 +42,16 @@ import train_sync
 from args import parse_args
 from trainer import TrainWorker
 
-MODULES = (checkpoint, engine, placement, replay, rollout, sync_weights, tracking, train_async, train_fully_async, train_sync)
+MODULES = (checkpoint, engine, fleet, placement, replay, rollout, sync_weights, tracking, train_async, train_fully_async,
+           train_sync)
 
 
 # ---- in Ray's place ---------------------------------------------------------------------------------------
+class Ref(futures.Future):
+    def __await__(self):
+        return asyncio.wrap_future(self).__await__()
+
+
 class Actor:
     """An object with a thread of its own. `actor.method.remote(...)` -> a future; as in Ray, calls begin one after the other, and
     while a coroutine waits the next one runs."""
@@ -60,7 +67,14 @@ class Actor:
         async def run():
             result = function(*arguments)
             return await result if inspect.isawaitable(result) else result
-        return asyncio.run_coroutine_threadsafe(run(), self.loop)
+
+        def settle(done):
+            error = done.exception()
+            ref.set_result(done.result()) if error is None else ref.set_exception(error)
+
+        ref = Ref()
+        asyncio.run_coroutine_threadsafe(run(), self.loop).add_done_callback(settle)
+        return ref
 
     def __getattr__(self, name):
         return SimpleNamespace(remote=functools.partial(self.call, getattr(self.object, name)))
@@ -112,6 +126,9 @@ class TinyWorker:
     def leave_engines(self):
         pass
 
+    def trained_steps(self):
+        return len(self.batches)
+
     def train(self, step, batch):
         started = time.time()
         time.sleep(0.02)       # so that something can happen meanwhile
@@ -119,10 +136,19 @@ class TinyWorker:
                              "rollout_logprobs": [logprobs.tolist() for logprobs in batch["rollout_logprobs"]]})
         return {"started": started, "perf/train_time": time.time() - started}
 
-    def send_weights(self):
-        digest = hashlib.sha256(json.dumps(self.batches).encode()).hexdigest()
+    def prepare_weights(self):
+        pass
+
+    def digest(self):
+        return hashlib.sha256(json.dumps(self.batches).encode()).hexdigest()
+
+    def send_weights(self, version):
+        digest = self.digest()
         for url in self.urls:
-            requests.post(f"{url}/script", json={"weights": digest}, timeout=10).raise_for_status()
+            try:
+                requests.post(f"{url}/script", json={"weights": digest}, timeout=10).raise_for_status()
+            except requests.RequestException as error:
+                raise engine.EngineError(f"engine {url}: weights: {error}", url) from None
 
     def save(self, folder):
         with open(os.path.join(folder, "rank_00000.pt"), "w") as f:
@@ -153,12 +179,19 @@ def life(script, words, worker, prepare, path):
     placement.run(importlib.import_module(script.removesuffix(".py")).train, parse_args(words, script=script))
 
 
-def start(script, words, worker=TrainWorker, prepare=None):
-    """Forks a run; prepare() is called in it first. Returns (process, path of its output)."""
+def server():
+    """The context of the server, once for all runs, that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["light"])
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([harness.ROOT, harness.TESTS]), CUDA_VISIBLE_DEVICES=""):
-        forkserver.ensure_running()        # once for all runs
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([harness.ROOT, harness.TESTS]), CUDA_VISIBLE_DEVICES="",
+                         TORCH_CPP_LOG_LEVEL="ERROR"):
+        forkserver.ensure_running()
+    return context
+
+
+def start(script, words, worker=TrainWorker, prepare=None):
+    """Forks a run; prepare() is called in it first. Returns (process, path of its output)."""
+    context = server()
     handle, path = tempfile.mkstemp(prefix="light-", suffix=".log")
     os.close(handle)
     process = context.Process(target=life, args=(script, words, worker, prepare, path))

@@ -15,6 +15,7 @@ import asyncio
 import collections
 import datetime
 import hashlib
+import math
 import os
 import signal
 import subprocess
@@ -310,19 +311,22 @@ class Engine:
         b = await http.json()
         if b["group_name"] not in self.groups:
             die(f"Group {b['group_name']} not in {list(self.groups)}")
-        if b.get("load_format") != "flattened_bucket":
-            return failure("flattened_bucket only")
+        form, _, limit = b["load_format"].partition("=")
+        if form != "offbeat_buckets":
+            return failure("offbeat_buckets only")
         for request in self.running:
             self.advance(request)
         try:
             group = self.groups[b["group_name"]]
-            received = await asyncio.to_thread(receive, group, b["names"], b["dtypes"], b["shapes"])
+            received = await asyncio.to_thread(receive, group, b["names"], b["dtypes"], b["shapes"], int(limit))
         except Exception as error:
             return failure(f"Failed to update parameter online: {error}.")
         if not self.stale:
             self.tensors.update(received)
             self.prints.update(await asyncio.to_thread(fingerprints, received))
             self.weights = fold(0, [text_key(f"{key} {value}") for key, value in sorted(self.prints.items())])
+        if b.get("weight_version") is not None and self.stale is not True:
+            self.version = b["weight_version"]
         self.counters["updates"] += 1
         if b.get("flush_cache", True):
             if self.running or self.queue:
@@ -456,15 +460,25 @@ def join_group(backend, address, port, rank, world_size, name, timeout):
     return group
 
 
-def receive(group, names, dtypes, shapes):
-    """One flattened bucket: the bytes of all tensors, in order. Returns {name: tensor}."""
+def receive(group, names, dtypes, shapes, limit):
+    """Buckets of bytes, each of at most `limit` unless it is one tensor; every tensor begins at a multiple of 16. {name: tensor}."""
     import torch
-    types = [getattr(torch, dtype) for dtype in dtypes]
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, types)]
-    bucket = torch.empty(sum(sizes), dtype=torch.uint8)
-    torch.distributed.broadcast(bucket, src=0, group=group)
-    pieces = bucket.split(sizes)
-    return {n: p.clone().view(t).view(*s) for n, p, t, s in zip(names, pieces, types, shapes)}
+    found, waiting = {}, list(zip(names, [getattr(torch, dtype) for dtype in dtypes], shapes))
+    while waiting:
+        places, end = [], 0
+        while waiting:
+            name, dtype, shape = waiting[0]
+            start, size = (end + 15) // 16 * 16, math.prod(shape) * dtype.itemsize
+            if places and start + size > limit:
+                break
+            places.append((name, dtype, shape, start, size))
+            end = start + size
+            waiting.pop(0)
+        bucket = torch.empty(end, dtype=torch.uint8)
+        torch.distributed.broadcast(bucket, src=0, group=group)
+        found.update({name: bucket[start:start + size].clone().view(dtype).view(*shape)
+                      for name, dtype, shape, start, size in places})
+    return found
 
 
 def fingerprints(tensors):

@@ -33,6 +33,7 @@ RUNS = {                                     # script, flags
     "async_partial": ("train_async.py", dict(over_sampling_batch_size=8, partial_rollout=True)),
     "stream_stale": ("train_fully_async.py", dict(staleness_threshold=0.5, update_weights_interval=2)),
     "stream_partial": ("train_fully_async.py", dict(staleness_threshold=1.0, partial_rollout=True, max_lag=2))}
+ENGINE = dict(vocab_size=250, lengths="3:1,1:10", unit_seconds=0.004, budget=24)
 EXACT = ("sync", "async")                    # nothing hangs on who comes first: equal to a run without a kill, to the bit
 ABORTING = ("sync_again", "async_partial", "stream_partial")
 OF_GROUPS, OF_ABORTS = ["draw", "submit", "finish", "drop"], ["abort", "put_back"]
@@ -46,7 +47,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def urls():
-    engines = scripted_engine.start(2, vocab_size=250, lengths="3:1,1:10", unit_seconds=0.004, budget=24)
+    engines = scripted_engine.start(2, **ENGINE)
     yield [url for _, url in engines]
     scripted_engine.stop(engines)
 
@@ -153,11 +154,13 @@ def surviving_attempts(records):
 
 @pytest.fixture
 def words(model, urls, tmp_path):
-    def words(name, run_name=None, **changes):
-        return harness.flags(model, tmp_path, run_name or name, urls, **{
-            "save_interval": 2, "n_samples_per_prompt": SAMPLES, "rollout_max_response_len": 24,
-            "dynamic_sampling_filter_path": "test_kills.keep", **RUNS[name][1], **changes})
-    return words
+    return partial(words_of, model, tmp_path, urls)
+
+
+def words_of(model, out, urls, name, run_name=None, **changes):
+    return harness.flags(model, out, run_name or name, urls, **{
+        "save_interval": 2, "n_samples_per_prompt": SAMPLES, "rollout_max_response_len": 24,
+        "dynamic_sampling_filter_path": "test_kills.keep", **RUNS[name][1], **changes})
 
 
 def campaign(name, deaths, words, urls, out):
@@ -172,14 +175,29 @@ def campaign(name, deaths, words, urls, out):
         assert light.trained_batches(os.path.join(folder, last)) == light.trained_batches(os.path.join(out, "whole", last))
 
 
+def events_of(name):
+    return OF_GROUPS + OF_STEPS + (OF_ABORTS if name in ABORTING else [])
+
+
+def number_of(event, draw):
+    """Which one of its kind in a life."""
+    return draw.randint(1, 1 if event == "resume" else 10 if event in OF_GROUPS else 3)
+
+
+def death(name, draw):
+    """A random one at a record. (A run that has not been saved yet has no resume.)"""
+    event = draw.choice([event for event in events_of(name) if event != "resume"])
+    return event, number_of(event, draw), draw.choice(("before", "after"))
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_at_every_event(name, words, urls, tmp_path):
     """Before the record of each event is written or after it, and once in the middle of one."""
-    draw, events = random.Random(name), OF_GROUPS + OF_STEPS + (OF_ABORTS if name in ABORTING else [])
+    draw, events = random.Random(name), events_of(name)
     deaths = []
     for i, event in enumerate(draw.sample(events, len(events))):
-        number = draw.randint(1, 1 if event == "resume" else 10 if event in OF_GROUPS else 3)     # of its kind in this life
+        number = number_of(event, draw)
         moments = ("before", "after")
         deaths += [(event, number, moment) for moment in (moments if KILLS >= 100 else [moments[i % 2]])]
     campaign(name, [("save", 2, "torn"), *deaths], words, urls, str(tmp_path))

@@ -12,7 +12,7 @@ import harness
 import scripted_engine
 from args import parse_args
 from buffer import Ledger
-from engine import EngineError
+from engine import NoEngineLeft
 from rollout import RolloutManager
 
 
@@ -119,7 +119,7 @@ def test_control_calls_are_answered_while_requests_are_open(make):
         generation = asyncio.create_task(manager.next_groups(0))
         await asyncio.sleep(0.5)
         before = time.time()
-        await manager.check_alive(manager.lanes[0], "")
+        await manager.fleet.check(manager.fleet.lanes[0], "")
         seconds = time.time() - before
         await generation
         return seconds
@@ -145,10 +145,10 @@ def test_a_5xx_is_retried_and_the_sample_is_whole(make, servers):
 
 
 def test_a_request_that_fails_for_ever_drops_its_group_and_then_ends_the_run(make):
-    manager = make({"refuse": 10 ** 6, "status": 503}, max_filter_rounds=2)
+    manager = make({"refuse": 10 ** 6, "status": 502}, max_filter_rounds=2)
     with pytest.raises(RuntimeError, match=r"groups drawn .* only 0 of 4 accepted: .*dropped_error"):
         run(manager.next_groups(0), manager)
-    assert all("sample" in reason and "503" in reason for reason in drops(manager))
+    assert all("sample" in reason and "502" in reason for reason in drops(manager))
 
 
 def test_a_hanging_request_is_tried_again(make):
@@ -166,7 +166,7 @@ def test_a_dead_engine_ends_the_run_with_its_name(make, model, tmp_path):
     process.kill()
     process.wait(10)
     before = time.time()
-    with pytest.raises(EngineError, match=f"engine {url} does not answer"):
+    with pytest.raises(NoEngineLeft, match=f"no engine left: engine {url}: health: .* Connection refused"):
         run(manager.next_groups(0), manager)
     assert time.time() - before < 15
 
@@ -182,7 +182,7 @@ def test_a_malformed_answer_is_refused_at_ingest_and_names_the_sample(kind, text
 
 def test_an_engine_that_stays_a_version_behind_is_named(make, servers):
     manager = make({"answers": "old_version"})
-    with pytest.raises(EngineError, match=f"{servers[0]} generated with version .* but 1 was published"):
+    with pytest.raises(NoEngineLeft, match=f"{servers[0]} generated with version .* but 1 was published"):
         asyncio.run(manager.publish(1, None))
         run(manager.next_groups(0), manager)
 

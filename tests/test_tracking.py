@@ -135,6 +135,24 @@ def test_a_timeline_by_hand(tmp_path):
     assert {"name": "thread_name", "ph": "M", "pid": 1, "tid": 100_001, "args": {"name": "engine 1"}} in events
 
 
+def test_a_lost_engine_in_the_timeline(tmp_path):
+    """Engine 0 is lost at 103 and serves again at 108; its group goes on at engine 1. It is lost again at the end."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for time, event, fields in ((100, "submit", {"group": 0, "engine": 0}), (101, "submit", {"group": 1, "engine": 1}),
+                                (103, "engine", {"engine": 0, "state": "lost", "why": "it died"}),
+                                (103, "submit", {"group": 0, "engine": 1}), (106, "engine", {"engine": 0, "state": "ready"}),
+                                (108, "engine", {"engine": 0, "state": "up"}),
+                                (109, "finish", {"group": 0, "tokens": [], "seconds": [], "generated": 109}),
+                                (110, "engine", {"engine": 0, "state": "lost"}), (111, "put_back", {"group": 1, "tokens": []})):
+        ledger.write(event, **fields, time=time)
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_text("")
+    spans, groups = read_spans(tmp_path)
+    assert spans == [("engine", 0, "generate", 100, 103, {}), ("engine", 0, "lost", 103, 108, {}), ("engine", 0, "lost", 110, 111, {}),
+                     ("engine", 1, "generate", 101, 111, {})]
+    assert groups == [(0, 0, 100, 103, 103, "moved"), (1, 0, 103, 109, 109, "finish"), (1, 1, 101, 111, 111, "put_back")]
+
+
 def check_timeline(run_dir):
     """RUN/timeline.json: each number against the ledger and the metrics."""
     with open(os.path.join(run_dir, "timeline.json")) as f:

@@ -1,0 +1,301 @@
+"""The engines as the rollout manager sees them: which serve, which are lost and why, and how those come back.
+
+    up -- dead, hanging, wrong, failed in a sync --> lost -- restarted and healthy --> ready -- the next sync --> up
+                                                      `-- no restart left --> gone
+
+Only an engine that is up gets requests, and what it answers is taken only when it has proved to hold the published version.
+"""
+
+import asyncio
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import ray
+
+from engine import EngineClient, EngineError, NoEngineLeft, api_key
+from fingerprint import check_fingerprints
+
+WRONG_IN_A_ROW = 16      # answers that no engine gives, before it is taken for broken
+FLUSH_PATIENCE = 5.0     # seconds
+
+
+class Aborted(Exception):
+    """Unwinds a sample's generation when its group is aborted or its engine is lost: the sample stays pending, and is continued
+    later or elsewhere."""
+
+
+@dataclass(eq=False)
+class Lane:
+    """What is known about one engine."""
+    rank: int
+    url: str
+    client: EngineClient
+    slots: asyncio.Semaphore          # bounds the requests in flight; the next one starts at every completion
+    actor: object = None              # owns the server's process; None for an external engine
+    state: str = "up"
+    why: str = ""                     # it was lost the last time
+    restarts: int = 0
+    worked: bool = False              # it has proved a version: what never has is a fault of the set-up, and not restarted
+    proof: asyncio.Task | None = None # the comparison of fingerprints since the last sync
+    health: asyncio.Future | None = None
+    wrong: int = 0                    # wrong answers in a row
+    calls: set = field(default_factory=set)       # open requests
+    works: set = field(default_factory=set)
+    tokens: int = 0                   # tokens of the requests in flight: the least loaded engine gets the next group
+    seconds: float = 0.0              # time with at least one request in flight
+    requests: int = 0
+    since: float = 0.0
+
+
+class Fleet:
+    def __init__(self, args, ledger):
+        self.args, self.ledger, self.lanes = args, ledger, []
+        self.party = []                # the engines of the sync that is under way, or was last
+        self.joined = None             # who is in the broadcast group: {(rank, restarts)}
+        self.quiet = True              # they are paused, or lent to the training
+        self.released = False          # the engines' memory is lent to the training
+        self.flushing = None           # of the KV caches, beside a sync
+        self.returning, self.watcher = set(), None
+
+    def connect(self, urls, actors):
+        """The engines that are up; the trainers join these."""
+        key, slots = api_key(self.args), self.args.sglang_server_concurrency
+        self.threads = ThreadPoolExecutor(4 * len(urls) + 1, "control")     # one that hangs must not keep the others waiting
+        self.lanes = [Lane(rank, url, EngineClient(url, key), asyncio.Semaphore(slots), actor)
+                      for rank, (url, actor) in enumerate(zip(urls, actors or [None] * len(urls)))]
+        self.party, self.joined = list(self.lanes), {(lane.rank, 0) for lane in self.lanes}
+
+    # ---- who serves ---------------------------------------------------------------------------------------
+    @property
+    def up(self):
+        return [lane for lane in self.lanes if lane.state == "up"] if self.enough else []
+
+    @property
+    def enough(self):
+        """Colocated engines are tied to their ranks: there is no doing without one."""
+        return not self.args.colocate or all(lane.state == "up" for lane in self.lanes)
+
+    def least_loaded(self):
+        return min(self.up or self.lanes, key=lambda lane: lane.tokens)
+
+    def none_left(self):
+        return NoEngineLeft("no engine left: " + "; ".join(
+            f"{lane.why} ({lane.restarts} of --max-engine-restarts {self.args.max_engine_restarts})"
+            for lane in self.lanes if lane.why))
+
+    def need(self, lanes):
+        """NoEngineLeft when none of these can take part in a sync. (A run that trains on saved batches has no engine to lose.)"""
+        if self.lanes and not (self.enough and any(lane.state in ("up", "ready") for lane in lanes)):
+            raise self.none_left()
+
+    def lose(self, lane, why):
+        """Takes an engine out of service. Its samples go on elsewhere from the tokens that they have, or back into the buffer
+        where there is no elsewhere; and it is brought back."""
+        if lane.state not in ("up", "ready"):
+            return
+        lane.state, lane.why = "lost", why
+        self.note(lane, why)
+        for call in lane.calls:
+            call.cancel()
+        for work in list(lane.works):
+            if self.up:
+                work.move(self.least_loaded())
+                if work.group.group_id >= 0:       # not of an evaluation
+                    self.ledger.write("submit", group=work.group.group_id, engine=work.lane.rank)
+        if not self.up:
+            for work in [work for each in self.lanes for work in each.works]:
+                work.aborting = True
+        task = asyncio.create_task(self.bring_back(lane))
+        self.returning.add(task)
+        task.add_done_callback(self.returning.discard)
+
+    def note(self, lane, why=""):
+        self.ledger.write("engine", engine=lane.rank, state=lane.state, **({"why": why} if why else {}))
+        print(f"{'warning: ' if why else ''}engine {lane.rank} is {lane.state}{why and ': '}{why}", flush=True)
+
+    async def bring_back(self, lane):
+        while lane.worked and not self.args.colocate and lane.restarts < self.args.max_engine_restarts:
+            lane.restarts += 1
+            try:
+                lane.url = await self.restart(lane)
+            except Exception as error:
+                lane.why = f"engine {lane.url}: {error}"
+                continue
+            lane.client = EngineClient(lane.url, api_key(self.args))
+            lane.slots, lane.wrong, lane.state = asyncio.Semaphore(self.args.sglang_server_concurrency), 0, "ready"
+            return self.note(lane)
+        lane.state = "gone"
+        self.note(lane, lane.why)
+
+    async def restart(self, lane):
+        """The url of the new process. An external engine is somebody else's to start: it is waited for."""
+        limit = self.args.engine_start_timeout
+        if lane.actor:
+            return await asyncio.to_thread(ray.get, lane.actor.restart.remote(), timeout=limit + 60)
+        deadline = time.monotonic() + limit
+        while True:
+            try:
+                await self.call(lane, "health")
+                return lane.url
+            except EngineError as error:
+                if time.monotonic() > deadline:
+                    raise EngineError(f"not back within --engine-start-timeout {limit:g} s: {error}") from None
+                await asyncio.sleep(0.2)
+
+    async def revive(self):
+        """Waits until an engine can take part in a sync. NoEngineLeft when none will."""
+        while not any(lane.state in ("up", "ready") for lane in self.lanes) or not self.enough:
+            if not self.returning:
+                raise self.none_left()
+            await asyncio.wait(set(self.returning), return_when=asyncio.FIRST_COMPLETED)
+
+    # ---- requests -----------------------------------------------------------------------------------------
+    async def until_lost(self, lane, coroutine):
+        """The coroutine's result; Aborted as soon as the engine is lost."""
+        call = asyncio.ensure_future(coroutine)
+        lane.calls.add(call)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if lane.state == "up" or asyncio.current_task().cancelling():
+                raise
+            raise Aborted from None
+        finally:
+            lane.calls.discard(call)
+            call.cancel()
+
+    async def trust(self, lane):
+        """Returns when the engine has proved what it holds. Aborted when it did not."""
+        if lane.proof:
+            await asyncio.shield(lane.proof)
+        if lane.state != "up":
+            raise Aborted
+
+    async def check(self, lane, problem):
+        """After a request that failed: an engine that does not answer is lost."""
+        if lane.health is None or lane.health.done():       # one question for a thousand requests that fail together
+            lane.health = self.call(lane, "health")
+        try:
+            await asyncio.shield(lane.health)
+        except EngineError as error:
+            self.lose(lane, f"{error}; the request before: {problem}")
+
+    def wrong_answer(self, lane, problem):
+        lane.wrong += 1
+        if lane.wrong >= WRONG_IN_A_ROW:
+            self.lose(lane, f"engine {lane.url} answered wrongly {lane.wrong} times in a row: {problem}")
+
+    async def watch(self):
+        """Asks every engine for a token, again and again: one that hangs is noticed before its requests time out."""
+        interval, limit = self.args.rollout_health_check_interval, self.args.rollout_health_check_timeout
+        while True:
+            await asyncio.sleep(interval)
+            lanes = [] if self.quiet else self.up
+            answers = await asyncio.gather(*(self.call(lane, "health_generate", limit) for lane in lanes), return_exceptions=True)
+            for lane, answer in zip(lanes, answers):
+                if isinstance(answer, EngineError) and not self.quiet:
+                    self.lose(lane, f"{answer} (--rollout-health-check-timeout)")
+
+    # ---- all of them: the engines' side of a sync ---------------------------------------------------------
+    def call(self, lane, verb, *arguments):
+        return asyncio.get_running_loop().run_in_executor(self.threads, getattr(lane.client, verb), *arguments)
+
+    async def everyone(self, verb, *arguments):
+        """Says it to all engines of the sync at once; one that fails is lost. NoEngineLeft when none is left."""
+        lanes = [lane for lane in self.party if lane.state in ("up", "ready")]
+        answers = await asyncio.gather(*(self.call(lane, verb, *arguments) for lane in lanes), return_exceptions=True)
+        for lane, answer in zip(lanes, answers):
+            if isinstance(answer, EngineError):
+                self.lose(lane, str(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+        self.need(lanes)
+
+    async def pause(self):
+        """Stops the engines that shall get the next version, those that serve and those that are ready again, and begins to flush
+        them. Returns their urls when the trainers have to join them anew."""
+        self.quiet = True
+        self.party = [lane for lane in self.lanes if lane.state in ("up", "ready")]
+        if self.released:              # paused and flushed before
+            await self.everyone("resume_memory", ["weights"])
+        else:
+            await self.everyone("pause")
+            self.flushing = asyncio.create_task(self.everyone("flush_cache", FLUSH_PATIENCE))
+        self.party = [lane for lane in self.party if lane.state in ("up", "ready")]
+        now = {(lane.rank, lane.restarts) for lane in self.party}
+        if now == self.joined:
+            return None
+        self.joined = now
+        return [lane.url for lane in self.party]
+
+    async def flushed(self):
+        """Before anything is computed with new weights, or memory is given away."""
+        if self.flushing:
+            task, self.flushing = self.flushing, None
+            await task
+
+    async def blame(self, url, why):
+        """A sync has failed: engines that do not answer are lost; if all do, the one at `url`, which the error names; else all."""
+        self.joined = None
+        lanes = [lane for lane in self.party if lane.state in ("up", "ready")]
+        answers = await asyncio.gather(*(self.call(lane, "health") for lane in lanes), return_exceptions=True)
+        dead = [lane for lane, answer in zip(lanes, answers) if isinstance(answer, EngineError)]
+        for lane in dead or [lane for lane in lanes if lane.url == url] or lanes:
+            self.lose(lane, why)
+        self.need(self.lanes)
+
+    async def publish(self, version, expected):
+        """An engine named itself `version` with its last bucket; without new weights (expected: None) it is told to. What it holds
+        is compared while the first requests run."""
+        await self.flushed()
+        if expected is None:
+            await self.everyone("set_version", version)
+        else:
+            expected = asyncio.create_task(results(expected))
+        for lane in [lane for lane in self.party if lane.state in ("up", "ready")]:
+            if lane.state == "ready":
+                lane.state = "up"
+                self.note(lane)
+            lane.worked |= expected is None
+            lane.proof = None if expected is None else asyncio.create_task(self.prove(lane, expected))
+
+    async def prove(self, lane, expected):
+        """An engine whose tensors are not the trainer's is lost, before anything that it said is taken. Returns the seconds."""
+        started, parts = time.time(), await asyncio.shield(expected)
+        try:
+            checksums = await self.call(lane, "checksums")
+            check_fingerprints({name: value for part in parts for name, value in part.items()}, checksums, lane.url)
+            lane.worked = True
+        except Exception as error:         # what it says may be of any form
+            self.lose(lane, str(error) if isinstance(error, RuntimeError) else f"engine {lane.url}: weights_checker: {error!r}")
+        return time.time() - started
+
+    async def proved(self):
+        """Waits until the last sync is proved or its engine lost. Returns the seconds that the slowest took."""
+        return max([await lane.proof for lane in self.lanes if lane.proof], default=0.0)
+
+    async def resume(self):
+        """Lets every engine go on, also one that was lost in this sync: none is left paused."""
+        if self.released:
+            await self.everyone("resume_memory", ["kv_cache", "cuda_graph"])
+            self.released = False
+        lost = [lane for lane in self.party if lane.state not in ("up", "ready")]
+        try:
+            await self.everyone("resume")
+        finally:
+            for lane in lost:
+                with contextlib.suppress(EngineError, asyncio.TimeoutError):
+                    await asyncio.wait_for(self.call(lane, "resume"), 5)
+        self.quiet = False
+        self.watcher = self.watcher or asyncio.create_task(self.watch())
+
+    async def release_memory(self):
+        await self.flushed()
+        await self.everyone("release_memory")
+        self.released = True
+
+
+async def results(calls):
+    return [await call for call in calls]

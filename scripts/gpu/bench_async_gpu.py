@@ -1,0 +1,175 @@
+"""What the asynchronous modes gain on two GPUs, in samples trained per second, where answers have a long tail.
+
+    python scripts/gpu/bench_async_gpu.py [--sglang-...]         Qwen3-0.6B's shape, 16 groups of 8 samples
+    python scripts/gpu/bench_async_gpu.py --shape 2.5-3B --groups 32 --prompt-tokens 1024 --threshold 2 --max-tokens-per-gpu 9216
+    python scripts/gpu/bench_async_gpu.py --device cpu           a rehearsal: the tiny model, lengths / 64
+
+Any other flag goes to train_*.py or the server. Everything is real: SGLang, Megatron, Ray, the weight sync. Weights are random, and
+so that this does not matter each sample has to be of a given length: lognormal, median 512, 1 % above 8,192, where it is cut; the
+same in every arm, since it follows from the prompt's row and the sample's index alone.
+
+    sync           train_sync.py --colocate: both GPUs generate, then both train
+    one_step_off   train_async.py, one GPU each
+    stale          train_fully_async.py: generation runs --threshold of a batch ahead, and is drained before a sync
+    partial        the same with --partial-rollout
+
+All arms have the same flags besides, and old log-probs are the engine's (bypass). The first steps of an arm are not counted. Last
+line: `async one_step_off 1.02 stale 0.98 partial 1.91`, samples per second relative to sync. In a short window the stream's short
+samples come first, so each arm also says how long its samples were, and its tokens per second.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+
+import resident
+from resident import ROOT, RandomWorker
+
+import placement
+import train_async
+import train_fully_async
+import train_sync
+from args import parse_args
+from rollout import RolloutManager
+from shapes import make_shape
+
+SIGMA = math.log(16) / 2.326           # the 99th percentile is 16 times the median
+ARMS = {"sync": train_sync, "partial": train_fully_async, "one_step_off": train_async, "stale": train_fully_async}
+
+
+def forced_length(row, index, median, longest):
+    """Tokens of the answer number `index` to the prompt in `row` of the data."""
+    return max(1, min(longest, round(random.Random(f"{row}/{index}").lognormvariate(math.log(median), SIGMA))))
+
+
+class ForcedLengths(RolloutManager):
+    """Lets every answer run to its given length, whatever the model says."""
+
+    length = None                      # (row, index) -> tokens
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.stops = []
+
+    async def continue_sample(self, work, sample, temperature, max_response_len):
+        return await super().continue_sample(work, sample, temperature, self.length(sample.row, sample.index))
+
+    async def ask(self, work, sample, payload):
+        payload["sampling_params"]["ignore_eos"] = True
+        return await super().ask(work, sample, payload)
+
+
+def force_lengths(median, longest):
+    """The rollout managers that are started from now on."""
+    placement.RolloutManager = type("ForcedLengths", (ForcedLengths,), {
+        "length": staticmethod(functools.partial(forced_length, median=median, longest=longest))})
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--shape", default="0.6B", help="a shape of scripts/gpu/shapes.py")
+    parser.add_argument("--groups", type=int, default=16, help="groups of a step")
+    parser.add_argument("--samples", type=int, default=8, help="samples of a group")
+    parser.add_argument("--threshold", type=float, default=1.0, help="--staleness-threshold of stale and partial")
+    parser.add_argument("--steps", type=int, default=2, help="steps that are counted; partial, whose steps are short, has "
+                        "3 times as many")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="arms to run; sync always is")
+    parser.add_argument("--output-dir", default=os.path.join(ROOT, "runs", "bench_async_gpu"), help="folder of the runs")
+    options, flags = parser.parse_known_args(argv)
+    options.median, options.longest = (512, 8192) if options.device == "cuda" else (8, 128)
+    options.shape = options.shape if options.device == "cuda" else "tiny"
+    for name in ARMS:                                              # of a run before
+        shutil.rmtree(os.path.join(options.output_dir, name), ignore_errors=True)
+    return options, flags
+
+
+def write_prompts(model, tokens, name="prompts", rows=4096):
+    """Prompts of so many digits, each a token; all different, so that none is in the cache. Returns the file's path."""
+    draw = random.Random(0)
+    path = os.path.join(os.path.dirname(model), f"{name}.jsonl")
+    prompts = ("".join(draw.choices("0123456789", k=tokens)) for _ in range(rows))
+    with open(path, "w") as f:
+        f.writelines(json.dumps({"prompt": prompt, "label": ""}) + "\n" for prompt in prompts)
+    return path
+
+
+def arm_args(name, model, prompts, options, flags, num_rollout):
+    """The arguments of an arm. Its own flags are its GPUs and, for the stream, how far it runs ahead."""
+    gpus = 2 if name == "sync" else 1
+    own = {"sync": ["--colocate"], "one_step_off": [], "stale": ["--staleness-threshold", str(options.threshold)],
+           "partial": ["--staleness-threshold", str(options.threshold), "--partial-rollout"]}[name]
+    longest = options.prompt_tokens + options.longest
+    slots = min(768, 8 * math.ceil(options.groups * options.samples * (1 + options.threshold) / 8))    # what may be in flight
+    words = ["--hf-checkpoint", model, "--prompt-data", prompts, "--output-dir", options.output_dir, "--run-name", name,
+             "--num-rollout", str(num_rollout), "--rollout-batch-size", str(options.groups),
+             "--n-samples-per-prompt", str(options.samples), "--rollout-max-prompt-len", str(options.prompt_tokens),
+             "--rollout-max-response-len", str(options.longest), "--custom-rm-path", "harness.token_reward",
+             "--policy-old", "rollout", "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(max(2 * options.longest, longest)),
+             "--no-record", "--use-distributed-optimizer", "--device", options.device, "--actor-num-gpus-per-node", str(gpus),
+             "--sglang-server-concurrency", str(slots), "--sglang-load-format", "dummy", *own]
+    if options.device == "cuda":
+        words += ["--bf16", "--update-weight-buffer-size", str(2 << 30), "--sglang-mem-fraction-static", ".45",
+                  "--sglang-cuda-graph-max-bs-decode", str(slots)]         # beyond it decoding would be several times slower
+    return parse_args([*words, *flags], f"{ARMS[name].__name__}.py")
+
+
+def measure(name, model, prompts, options, flags, servers):
+    """Runs an arm. Returns its samples and tokens per second."""
+    streams = name in ("stale", "partial")
+    warm, counted = {"sync": (1, 1), "one_step_off": (1, 1), "stale": (1, 1), "partial": (3, 3)}[name]
+    counted *= options.steps
+    print(f"\n{name}: {warm} + {counted} steps", flush=True)
+    args = arm_args(name, model, prompts, options, flags, warm + counted)
+    rows = resident.run(ARMS[name], args, servers, ahead=4 if streams else 0)[warm:]
+    mean = lambda key: statistics.fmean(row[key] for row in rows)
+    step, size, length = mean("perf/step_time"), options.groups * options.samples, mean("rollout/response_len")
+    rate = size / step
+    print(f"{name}: {rate:.2f} samples/s, {rate * length:.0f} response tokens/s; {len(rows)} steps of {size} samples, {step:.2f} s "
+          f"each = wait {mean('perf/wait_prev_gen'):.2f} + sync {mean('sync/time'):.2f} + train {mean('perf/train_time'):.2f} + other; "
+          f"idle: engine {mean('perf/rollout_idle_share'):.0%}, trainer {mean('perf/train_idle_share'):.0%}; mean length {length:.0f}; "
+          f"lag {mean('staleness/mean'):.2f}, at most {max(row['staleness/max'] for row in rows)}", flush=True)
+    return rate, rate * length
+
+
+def main():
+    options, flags = parse()
+    servers, rates = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_shape(options.shape, folder)
+        prompts = write_prompts(model, options.prompt_tokens)
+        force_lengths(options.median, options.longest)
+        placement.TrainWorker = RandomWorker
+        args = arm_args("sync", model, prompts, options, flags, 1)
+        placement.start_ray(args)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))    # so that `finally` is reached; Ray has put its own there
+        try:
+            resident.start_servers(args, resident.hold_gpus(2, options.device), servers)
+            for name in dict.fromkeys(["sync", *options.arms]):
+                rates[name] = measure(name, model, prompts, options, flags, servers if name == "sync" else servers[1:])
+                if name == "sync":
+                    servers[0].stop()                              # its GPU is the trainer's alone from now on
+                say(rates)
+        finally:
+            resident.stop(servers)
+    print("async " + " ".join(f"{name} {rates[name][0] / rates['sync'][0]:.2f}" for name in ("one_step_off", "stale", "partial")
+                              if name in rates), flush=True)
+
+
+def say(rates):
+    base, *arms = rates.items()
+    for name, (samples, tokens) in arms:
+        print(f"so far: {name} {samples / base[1][0]:.2f} x sync in samples, {tokens / base[1][1]:.2f} in tokens", flush=True)
+
+
+if __name__ == "__main__":
+    main()

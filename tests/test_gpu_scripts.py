@@ -1,0 +1,32 @@
+"""The scripts that measure on GPUs: what of them can be checked without one."""
+
+import json
+import os
+import statistics
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [os.path.join(ROOT, "scripts"), os.path.join(ROOT, "scripts", "gpu")]
+
+import pytest
+
+import bench_async_gpu
+import smollm2
+
+
+def test_forced_lengths_have_the_long_tail_and_follow_from_row_and_index():
+    """Median 512, one in a hundred at the cut of 8,192; the same in every process, whatever was drawn before."""
+    lengths = [bench_async_gpu.forced_length(row, index, 512, 8192) for row in range(2500) for index in range(8)]
+    assert statistics.median(lengths) == pytest.approx(512, rel=0.03)
+    assert sum(n == 8192 for n in lengths) / len(lengths) == pytest.approx(0.01, abs=0.003)
+    assert min(lengths) >= 1 and max(lengths) == 8192
+    assert bench_async_gpu.forced_length(7, 3, 512, 8192) == lengths[7 * 8 + 3]
+    assert len(set(lengths[:8])) > 4                                   # the samples of a group differ
+
+
+def test_the_curve_adds_up_the_steps_and_the_evaluation_is_first_and_last(tmp_path):
+    rows = [{"perf/step_time": t, "rollout/reward": r} for t, r in ((2.0, 0.1), (0.5, 0.2), (0.5, 0.4))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"sums/reward": r}) + "\n" for r in (0.1, 0.9, 0.7)))
+    assert smollm2.curve(str(tmp_path)) == [(2.0, 0.1), (2.5, 0.2), (3.0, 0.4)]
+    assert smollm2.ends(str(tmp_path)) == (0.1, 0.7)
