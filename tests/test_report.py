@@ -24,8 +24,9 @@ STEP_SECONDS, GROUPS, MEMBERS = 10.0, 10, 10
 
 
 # ---- a run as the scripts leave it ------------------------------------------------------------------------
-def make_groups(draw, tokenizer, step, lengths=(3, 60)):
-    """GROUPS x MEMBERS samples, with the trainer's log-probs beside them. Each was begun by one version and ended by the next."""
+def make_groups(draw, tokenizer, step):
+    """GROUPS x MEMBERS samples, with the trainer's log-probs beside them. Each was begun by one version and ended by the next. The
+    first group of step 0 is long."""
     groups, trained = [], []
     for g in range(GROUPS):
         a, b = draw.randrange(100), draw.randrange(100)
@@ -33,7 +34,7 @@ def make_groups(draw, tokenizer, step, lengths=(3, 60)):
         samples = [Sample(step * GROUPS + g, i, g, prompt, str(a + b), tokenizer.encode(prompt)) for i in range(MEMBERS)]
         for sample in samples:
             right = draw.random() < 0.5
-            text = f" {a} and {b} are" * draw.randint(*lengths) + f" {a + b if right else a + b + 1}."
+            text = f" {a} and {b} are" * (draw.randint(3, 60) if step or g else 300) + f" {a + b if right else a + b + 1}."
             tokens = tokenizer.encode(text)
             logprobs = [-draw.expovariate(3) for _ in tokens]
             half = len(tokens) // 2
@@ -60,7 +61,7 @@ def make_run(folder, model, steps, files=None, nasty=False):
     rows, batches, ledger = [], [], []
     for step in range(steps):
         if step < (files or steps):
-            groups, trained = make_groups(draw, tokenizer, step, (3, 60) if step else (300, 400))
+            groups, trained = make_groups(draw, tokenizer, step)
             if nasty and step == steps - 1:
                 sample = groups[0].samples[0]
                 groups[0].samples[0] = again = Sample(sample.group_id, 0, 0, LONE + NASTY, LONE, sample.prompt_tokens)
@@ -182,14 +183,14 @@ def test_a_character_of_several_tokens_stands_at_its_last(tiny_model):
 def test_the_longest_and_the_most_different_come_first(tiny_model, tmp_path):
     draw = random.Random(1)
     from transformers import AutoTokenizer
-    groups, trained = make_groups(draw, AutoTokenizer.from_pretrained(tiny_model), 0)
+    groups, trained = make_groups(draw, AutoTokenizer.from_pretrained(tiny_model), 1)
     rows, at = {}, 0
     for s in (s for group in groups for s in group.samples):
         rows[s.group_id, s.index] = np.array(s.rollout_logprobs)
-    rows[7, 3] = rows[7, 3] + 0.25
-    length = max(range(GROUPS), key=lambda g: max(groups[g].response_lengths))
+    rows[17, 3] = rows[17, 3] + 0.25
+    length = 10 + max(range(GROUPS), key=lambda g: max(groups[g].response_lengths))
     picked = report.pick_groups(groups, rows, 0, 10 ** 6)
-    assert [(g.group_id, why.split()[0]) for g, why in picked[:2]] == [(length, "longest"), (7, "largest")] and length != 7
+    assert [(g.group_id, why.split()[0]) for g, why in picked[:2]] == [(length, "longest"), (17, "largest")] and length != 17
     assert len(picked) == GROUPS and {why for _, why in picked[2:]} == {"at random"}
     assert [g.group_id for g, _ in report.pick_groups(groups, rows, 0, 1)] == [length]        # even where none fits
     assert [g.group_id for g, _ in report.pick_groups(groups, {}, 0, 1)] == [length]

@@ -148,8 +148,8 @@ def test_a_lost_engine_in_the_timeline(tmp_path):
     for name in ("metrics.jsonl", "eval.jsonl"):
         (tmp_path / name).write_text("")
     spans, groups = read_spans(tmp_path)
-    assert spans == [("engine", 0, "generate", 100, 103, {}), ("engine", 0, "lost", 103, 108, {}), ("engine", 0, "lost", 110, 111, {}),
-                     ("engine", 1, "generate", 101, 111, {})]
+    assert spans == [("engine", 0, "generate", 100, 103, {}), ("engine", 0, "lost", 103, 108, {}),
+                     ("engine", 0, "lost", 110, 111, {}), ("engine", 1, "generate", 101, 111, {})]
     assert groups == [(0, 0, 100, 103, 103, "moved"), (1, 0, 103, 109, 109, "finish"), (1, 1, 101, 111, 111, "put_back")]
 
 
