@@ -70,6 +70,11 @@ def add_run(parser):
     g.add_argument("--num-epoch", type=int, help="end when the data were drawn this often")
     g.add_argument("--seed", type=int, default=1234, help="seed of data order, sampling and dropout")
     g.add_argument("--use-tensorboard", action="store_true", help="also write TensorBoard files to RUN/tensorboard")
+    g.add_argument("--use-wandb", action="store_true", help="also write to Weights & Biases (pip install wandb)")
+    g.add_argument("--wandb-mode", choices=("online", "offline", "disabled"), default="online",
+                   help="offline: files in RUN/wandb, for `wandb sync`")
+    g.add_argument("--wandb-project", default="offbeat", help="project of the run there")
+    g.add_argument("--wandb-group", help="group of the run there")
 
 
 def add_cluster(parser):
@@ -523,7 +528,8 @@ def check_needs(args):
                         ("overlong_penalty_factor", "overlong_buffer_len"), ("rollout_is_threshold", "rollout_is"),
                         ("rollout_is_batch_normalize", "rollout_is"), ("rollout_rs", "rollout_rs_threshold"),
                         ("rollout_rs_threshold", "rollout_rs"), ("rs_denominator", "rollout_rs"),
-                        ("mask_offpolicy_in_partial_rollout", "partial_rollout"), ("parity_max", "parity_interval")):
+                        ("mask_offpolicy_in_partial_rollout", "partial_rollout"), ("parity_max", "parity_interval"),
+                        ("wandb_group", "use_wandb")):
         if given(name) and not given(other) and getattr(args, name) != args.recorded.get("flags", {}).get(name):
             raise ValueError(f"--{name.replace('_', '-')} needs --{other.replace('_', '-')}")
     critic = args.critic_load or args.critic_lr is not None or args.gamma != 1 or args.lambd != 1
@@ -732,6 +738,8 @@ def nodes_needed(args):
 
 
 def check_hooks(args):
+    if args.use_wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError("--use-wandb: the package is not installed here: pip install wandb")
     for flag, count in (("custom_rm_path", 2), ("dynamic_sampling_filter_path", 2), ("custom_generate_function_path", 3),
                         ("custom_advantage_path", 2), ("custom_loss_path", 3), ("custom_sampler_path", 3)):
         if getattr(args, flag):

@@ -82,7 +82,9 @@ def batch_metrics(args, step, groups):
     talking = {"rollout/turns": float(np.mean([1 + sum(m["role"] == "assistant" for m in s.messages) for s in talks])),
                "rollout/template_mismatch": float(np.mean([s.mismatch.startswith("text") for s in talks])),
                "rollout/retokenized": float(np.mean([s.mismatch == "tokens" for s in talks]))} if talks else {}
-    return {"rollout/reward": float(np.mean([s.reward for s in samples if s.part == 0])), **talking,
+    rewards = [s.reward for s in samples if s.part == 0]
+    return {"rollout/reward": float(np.mean(rewards)), "rollout/reward_min": min(rewards), "rollout/reward_max": max(rewards),
+            **talking,
             "rollout/response_len": float(np.mean([len(s.response_tokens) for s in samples])),
             "rollout/response_len_max": max(len(s.response_tokens) for s in samples),
             "rollout/truncated": float(np.mean([s.status == "truncated" for s in samples])),

@@ -120,6 +120,7 @@ class Group:
     epoch: int
     samples: list[Sample]
     keep: bool = False             # aborted and reset before: a second abort would keep long answers from ever ending
+    generated: float = 0.0         # time.time() when its last answer came; what follows until it is finished is the reward's
 
     @property
     def attempts(self):
@@ -138,8 +139,10 @@ class Group:
 
     @property
     def effort(self):
-        """What the ledger keeps of an ended group: tokens of each response, and seconds that engines took for them."""
-        return {"tokens": self.response_lengths, "seconds": [round(sample.seconds, 4) for sample in self.samples]}
+        """What the ledger keeps of an ended group: tokens of each response, seconds that engines took for them, and when the
+        last answer came."""
+        return {"tokens": self.response_lengths, "seconds": [round(sample.seconds, 4) for sample in self.samples],
+                "generated": round(self.generated, 4)}
 
     def reset(self):
         self.samples = self.attempts

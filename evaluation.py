@@ -6,6 +6,7 @@ goes on.
 """
 
 import asyncio
+import time
 
 import numpy as np
 
@@ -14,10 +15,11 @@ from buffer import Dropped, Group, Sample
 
 
 async def evaluate(manager):
-    """{"version": v, "NAME/reward": mean, "NAME/response_len", "NAME/truncated", "NAME/pass@k": ...} over every set.
+    """{"version": v, "NAME/reward": mean, "NAME/response_len", "NAME/truncated", "NAME/pass@k": ..., and when it "started" and its
+    "seconds"} over every set.
 
     pass@k for the powers of two up to --n-samples-per-eval-prompt, where that is above 1; a reward of at least 1 is a pass."""
-    args, version = manager.args, manager.version
+    args, version, started = manager.args, manager.version, time.time()
     await manager.proved()
     results, slots = {"version": version}, args.sglang_server_concurrency
     places = asyncio.Semaphore(len(manager.fleet.lanes) * (slots if args.eval_only else max(1, slots // 2)))
@@ -29,7 +31,7 @@ async def evaluate(manager):
         if manager.version != version:
             raise RuntimeError(f"evaluation {name}: begun with version {version}, ended with {manager.version}")
         results |= {f"{name}/{key}": value for key, value in summary(attempts).items()}
-    return results
+    return results | {"started": started, "seconds": time.time() - started}
 
 
 async def run_sample(manager, sample, places):

@@ -102,6 +102,8 @@ class Fleet:
         for work in list(lane.works):
             if self.up:
                 work.move(self.least_loaded())
+                if work.group.group_id >= 0:       # not of an evaluation
+                    self.ledger.write("submit", group=work.group.group_id, engine=work.lane.rank)
         if not self.up:
             for work in [work for each in self.lanes for work in each.works]:
                 work.aborting = True

@@ -55,6 +55,8 @@ def run(train, args):
         tracker = Tracker(args, step)
         watchdog = Watchdog("driver", args, finish=lambda why: _thread.interrupt_main(signal.SIGTERM))
         watchdog.start()
+        if sys.stderr.isatty():
+            tracker.watch(rollout)
         trained = step if args.eval_only else keep_training(train, args, trainers, rollout, tracker, step)
         finish(args, trained, trainers, rollout, tracker, save=trained > step)
     except (KeyboardInterrupt, SystemExit) as error:

@@ -56,6 +56,9 @@ class ReplayManager:
         metrics = {**batch_metrics(self.args, step, groups), "perf/generate_time": 0.0, "perf/engine_busy_time": 0.0}
         return ray.put(make_batch(self.args, step, groups)), metrics
 
+    def progress(self):
+        return f"{self.at} of {len(self.records)} records"
+
     async def trained(self, step):
         self.tell("trained", step)
 

@@ -329,6 +329,7 @@ class RolloutManager:
         if sample.status != "pending":
             return                                 # a finished member of a continued group stays as it is
         await self.serve(work, sample, self.sampling)
+        work.group.generated = time.time()
         work.load(-self.cost(sample))
         if sample.status != "pending" and not self.args.group_rm:
             sample.reward = self.checked(await self.call_reward(sample), sample)
@@ -572,6 +573,12 @@ class RolloutManager:
             self.buffer.ledger.resume(step, state["ledger_seq"])
         if self.stream:
             self.stream.trained_steps = step
+
+    def progress(self):
+        """What generation does now, for the terminal."""
+        running = sum(lane.requests for lane in self.fleet.lanes)
+        groups = f"{self.buffer.finished_count} of {self.args.groups_per_step} groups finished, " if self.buffer else ""
+        return f"{groups}{running} answers are being generated"
 
     def lane_metrics(self, seconds):
         """Time that the engines had something to do since the last call, as a mean over them."""

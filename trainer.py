@@ -76,8 +76,12 @@ class TrainWorker:
         self.steps = math.nan              # from here to the end the weights are of no step
         sums = [self.update(batch, plan) for plan in updates]
         self.steps = step + 1
-        return {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
-                "perf/train_time": time.time() - started, "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9}
+        metrics = {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
+                   "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9}
+        if self.args.record_path:         # beside the recorded batch: how far engine and trainer are apart, token by token
+            rows = self.everywhere(batch, [micro for plan in updates for micro in plan], batch["trained_logprobs"])
+            metrics |= {"logprobs": torch.cat(rows).float().numpy()} if self.rank == 0 else {}
+        return {**metrics, "started": started, "perf/train_time": time.time() - started}
 
     def plan(self, batch, indices):
         """Cuts the samples `indices` into micro-batches. Returns this rank's list of lists of sample indices."""
@@ -97,7 +101,7 @@ class TrainWorker:
         """
         args, lengths = self.args, batch["response_lengths"]
         mine = [micro for plan in updates for micro in plan]
-        batch["old_logprobs"] = batch["rollout_logprobs"]
+        batch["old_logprobs"], batch["trained_logprobs"] = batch["rollout_logprobs"], {}
         if args.policy_old == "recompute":
             with self.other_weights(None if step == self.cycle_step else self.cycle_weights):
                 batch["old_logprobs"] = self.log_probs(self.model, batch, mine)
@@ -241,12 +245,16 @@ class TrainWorker:
         packs = [self.to_pack(batch, micro) for micro in micros]
         columns = [self.to_columns(batch, micro) for micro in micros]
         is_mean = self.mean_weight(columns) if self.args.rollout_is_batch_normalize else 1.0
+        logps = {}
 
         def objective(hidden, i):
             logp, entropy = self.head(self.model, hidden, packs[i], entropy=self.args.entropy_coef != 0)
+            logps[i] = logp.detach()
             return policy_objective(self.args, self.policy_loss, logp, entropy, columns[i], is_mean)
 
         sums = total(model.run([self.model], packs, objective))
+        found = by_sample(batch, micros, logps)
+        batch["trained_logprobs"] |= {s: found[s] for micro in micros for s in micro}
         if self.critic:
             parts, norm = critic.update(self.critic, packs, columns)
             sums |= {**total(parts), "critic_grad_norm": norm}

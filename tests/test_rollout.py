@@ -480,5 +480,7 @@ def test_evaluation_is_a_mean_over_all_rows(make, model):
     import os
     manager = make({}, custom_rm_path="test_rollout.group_reward", group_rm=True, n_samples_per_eval_prompt=3,
                    eval_prompt_data=["sums", os.path.join(model, "eval.jsonl")], eval_interval=1)
-    assert run(manager.evaluate(), manager) == {
+    results = run(manager.evaluate(), manager)
+    assert 0 < results.pop("seconds") < 5 and time.time() - 5 < results.pop("started") < time.time()
+    assert results == {
         "version": 0, "sums/reward": 11.0, "sums/response_len": 5.0, "sums/truncated": 0.0, "sums/pass@1": 1.0, "sums/pass@2": 1.0}
