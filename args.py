@@ -17,6 +17,7 @@ import time
 
 from buffer import Ledger
 from data import GYM, load_rows
+from plan import known_config
 from rewards import REWARDS
 
 
@@ -69,6 +70,9 @@ def add_run(parser):
     g.add_argument("--num-rollout", type=int, help="number of steps (or --num-epoch)")
     g.add_argument("--num-epoch", type=int, help="end when the data were drawn this often")
     g.add_argument("--seed", type=int, default=1234, help="seed of data order, sampling and dropout")
+    g.add_argument("--dry-run", action="store_true", help="print layout, batch and memory, and start nothing; neither data nor weights "
+                   "need be here: --hf-checkpoint Qwen3-8B is known by its name")
+    g.add_argument("--gpu-memory-gb", type=float, default=141, help="memory of a GPU in --dry-run: an H200's")
     g.add_argument("--use-tensorboard", action="store_true", help="also write TensorBoard files to RUN/tensorboard")
     g.add_argument("--use-wandb", action="store_true", help="also write to Weights & Biases (pip install wandb)")
     g.add_argument("--wandb-mode", choices=("online", "offline", "disabled"), default="online",
@@ -473,7 +477,7 @@ def check_ranges(args):
               "max_lag": (0, math.inf), "staleness_threshold": (0, 1000), "sglang_port": (1, 65535),
               "rollout_max_prompt_len": (1, math.inf), "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
               "parity_warn": (0, math.inf), "parity_max": (0, math.inf), "overlong_penalty_factor": (0, 100),
-              "loss_scale_factor": (1e-6, math.inf), "critic_lr": (0, 10), "value_clip": (0, math.inf), "gamma": (0, 1),
+              "loss_scale_factor": (1e-6, math.inf), "gpu_memory_gb": (1, 10000), "critic_lr": (0, 10), "value_clip": (0, math.inf), "gamma": (0, 1),
               "lambd": (0, 1), "max_engine_restarts": (0, math.inf)}
     limits = ("engine_start_timeout", "distributed_timeout", "generate_timeout", "reward_timeout", "update_weight_timeout",
               "watchdog_timeout", "rollout_health_check_interval", "rollout_health_check_timeout")
@@ -562,10 +566,10 @@ def check_batches(args):
 
 
 def check_model(args):
-    config = read_config(args.hf_checkpoint, "--hf-checkpoint")
-    if args.use_reference:
+    config = read_config(args.hf_checkpoint, "--hf-checkpoint", args.dry_run)
+    if args.use_reference and not args.dry_run:
         read_config(args.ref_load, "--ref-load")
-    if args.advantage_estimator == "ppo":
+    if args.advantage_estimator == "ppo" and not args.dry_run:
         read_config(args.critic_load, "--critic-load")
     longest = max(args.rollout_max_response_len, args.eval_max_response_len)
     positions = config.get("max_position_embeddings", math.inf)
@@ -585,9 +589,12 @@ def check_model(args):
             raise ValueError(f"the model's {name} = {config[name]} does not divide by the parallel size {size}")
 
 
-def read_config(path, flag):
-    """config.json of a Hugging Face directory as a dict. ValueError when it is not there or of an unknown architecture."""
+def read_config(path, flag, by_name=False):
+    """config.json of a Hugging Face directory as a dict; of a known model by its name, where that may be. ValueError when it is
+    not there or of an unknown architecture."""
     file = os.path.join(path, "config.json")
+    if by_name and not os.path.exists(file) and (config := known_config(path)):
+        return config
     if not os.path.exists(file):
         raise ValueError(f"{flag} {path}: there is no config.json; give a Hugging Face model directory")
     with open(file) as f:
@@ -611,9 +618,9 @@ def check_data(args):
     if args.rm_type == "reasoning_gym" and not args.custom_rm_path and not all(path.startswith(GYM) for path in paths if path):
         raise ValueError("--rm-type reasoning_gym scores the tasks of reasoning-gym only: --prompt-data reasoning-gym:TASK, and "
                          "--eval-prompt-data alike")
-    for name, path in args.eval_sets:
+    for name, path in args.eval_sets if not args.dry_run else ():
         load_rows(path, args, f"--eval-prompt-data {name}")
-    if args.prompt_data:
+    if args.prompt_data and not args.dry_run:
         rows = len(load_rows(args.prompt_data, args, "--prompt-data"))
         if args.num_epoch:   # derived: the step at which the data end, unless --num-rollout comes first
             steps = rows * args.num_epoch // args.groups_per_step
@@ -728,13 +735,14 @@ def check_gpus(args):
 
 def nodes_needed(args):
     """Nodes for disjoint training and rollout GPUs. With t training and r rollout GPUs on a node of p, on tn and rn nodes:
-    max(tn, rn) if t + r <= p, else tn + rn."""
-    t, p, rollout = args.actor_num_gpus_per_node, args.num_gpus_per_node, args.rollout_num_gpus
+    max(tn, rn) if t + r <= p, else tn + rn; engines are spread over as many nodes as makes that least."""
+    t, p, tn, size = args.actor_num_gpus_per_node, args.num_gpus_per_node, args.actor_num_nodes, args.rollout_num_gpus_per_engine
     if args.colocate:
-        return args.actor_num_nodes
-    rollout_nodes = math.ceil(rollout / p)
-    r = math.ceil(rollout / rollout_nodes)
-    return max(args.actor_num_nodes, rollout_nodes) if t + r <= p else args.actor_num_nodes + rollout_nodes
+        return tn
+    engines = args.rollout_num_gpus // size
+    fewest = math.ceil(engines / (p // size))
+    spread = {rn: math.ceil(engines / rn) * size for rn in range(fewest, max(fewest, min(engines, tn)) + 1)}
+    return min(max(tn, rn) if t + r <= p else tn + rn for rn, r in spread.items())
 
 
 def check_hooks(args):
@@ -774,4 +782,5 @@ def check_folders(args):
                          + (f", or go on with --load {args.run_dir}" if saved else ""))
     if args.save_hf and os.path.exists(args.save_hf):
         raise ValueError(f"--save-hf {args.save_hf} is there already")
-    os.makedirs(args.run_dir, exist_ok=True)
+    if not args.dry_run:
+        os.makedirs(args.run_dir, exist_ok=True)
