@@ -110,7 +110,7 @@ def test_sets_have_sampling_of_their_own(model, tmp_path, engine):
         return results
 
     results = run(manager, scene)
-    assert set(results) == {"version"} | {f"{name}/{key}" for name in ("sums", "doubles")
+    assert set(results) == {"version", "started", "seconds"} | {f"{name}/{key}" for name in ("sums", "doubles")
                                           for key in ("reward", "response_len", "truncated", "pass@1", "pass@2")}
     assert results["sums/response_len"] == 5.0 and results["sums/truncated"] == 1.0
     names = ("temperature", "top_p", "top_k", "max_new_tokens")
@@ -206,6 +206,8 @@ def test_every_evaluation_is_of_one_version_however_slow_it_is(script, flags, ve
     run_one("beside", num_rollout=4, sglang_server_concurrency=4)
     rows = harness.read_jsonl(tmp_path / "beside" / "eval.jsonl")
     assert [row["version"] for row in rows] == versions
+    for row in rows:
+        assert row.pop("started") > 0 and row.pop("seconds") > 0.5, "nothing pressed"
     assert any(row["sync/eval_wait_time"] > 0.05 for row in harness.metrics(tmp_path, "beside")), "no sync had to wait"
     if script == "train_fully_async.py":
         return                                   # what it trains on hangs on the clock
@@ -214,4 +216,5 @@ def test_every_evaluation_is_of_one_version_however_slow_it_is(script, flags, ve
         if row["version"]:
             name = f"alone{row['version']}"
             run_one(name, num_rollout=row["version"], eval_interval=None)
-            assert harness.read_jsonl(tmp_path / name / "eval.jsonl") == [row]
+            [alone] = harness.read_jsonl(tmp_path / name / "eval.jsonl")
+            assert {key: value for key, value in alone.items() if key not in ("started", "seconds")} == row
