@@ -295,4 +295,5 @@ class Server:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-SGLangEngine = ray.remote(num_cpus=0)(Server)   # the actor; a Server is used as it is where there is no Ray
+# the actor, which can be stopped while it starts; a Server is used as it is where there is no Ray
+SGLangEngine = ray.remote(num_cpus=0, max_concurrency=2)(Server)

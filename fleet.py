@@ -53,6 +53,7 @@ class Fleet:
     def __init__(self, args, ledger):
         self.args, self.ledger, self.lanes = args, ledger, []
         self.party = []                # the engines of the sync that is under way, or was last
+        self.paused = set()            # who has to be told to go on
         self.joined = None             # who is in the broadcast group: {(rank, restarts)}
         self.quiet = True              # they are paused, or lent to the training
         self.released = False          # the engines' memory is lent to the training
@@ -218,6 +219,7 @@ class Fleet:
         them. Returns their urls when the trainers have to join them anew."""
         self.quiet = True
         self.party = [lane for lane in self.lanes if lane.state in ("up", "ready")]
+        self.paused |= set(self.party)
         if self.released:              # paused and flushed before
             await self.everyone("resume_memory", ["weights"])
         else:
@@ -282,10 +284,10 @@ class Fleet:
         if self.released:
             await self.everyone("resume_memory", ["kv_cache", "cuda_graph"])
             self.released = False
-        lost = [lane for lane in self.party if lane.state not in ("up", "ready")]
         try:
             await self.everyone("resume")
         finally:
+            lost, self.paused = self.paused - {lane for lane in self.party if lane.state in ("up", "ready")}, set()
             for lane in lost:
                 with contextlib.suppress(EngineError, asyncio.TimeoutError):
                     await asyncio.wait_for(self.call(lane, "resume"), 5)

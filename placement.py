@@ -142,6 +142,7 @@ def finish(args, step, trainers, rollout, tracker, save):
         tracker.note(sync_weights(trainers, rollout, version=step))
         tracker.evaluate(rollout)
     ray.get(rollout.proved.remote())      # of the last sync, too
+    ray.get(rollout.retire.remote())
     ray.get([trainer.leave_engines.remote() for trainer in trainers])
     tracker.summary()
 

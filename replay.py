@@ -74,6 +74,9 @@ class ReplayManager:
     async def release_memory(self):
         """There is none."""
 
+    def retire(self):
+        """No engine is watched."""
+
     async def proved(self):
         """Nothing was sent."""
 

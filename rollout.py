@@ -532,6 +532,10 @@ class RolloutManager:
             self.held = False
             self.fill()
 
+    def retire(self):
+        """The run ends: from now on an engine that does not answer was stopped."""
+        self.fleet.quiet = True
+
     def print_tasks(self, file):
         """Where coroutines wait: threads' stacks show the loop alone."""
         for task in list(asyncio.all_tasks(self.loop))[:50]:

@@ -128,6 +128,7 @@ def test_control_calls_are_answered_while_requests_are_open(make):
 
 
 # ---- faults -----------------------------------------------------------------------------------------------
+@pytest.mark.drill
 def test_a_4xx_is_never_retried_and_never_a_reward_of_0(make, servers):
     before = counter(servers[0])["refused"]
     manager = make({"refuse": 1, "status": 400})
@@ -137,6 +138,7 @@ def test_a_4xx_is_never_retried_and_never_a_reward_of_0(make, servers):
     assert "answered /generate with 400" in drops(manager)[0]
 
 
+@pytest.mark.drill
 def test_a_5xx_is_retried_and_the_sample_is_whole(make, servers):
     manager = make({"refuse": 1, "status": 500})
     groups, counts = run(manager.next_groups(0), manager)
@@ -224,6 +226,7 @@ def test_control_calls_are_answered_within_a_second_beside_thousands_of_requests
     assert max(run(control(), manager)) < 1.0
 
 
+@pytest.mark.drill
 def test_a_request_that_fails_for_ever_drops_its_group_and_then_ends_the_run(make):
     manager = make({"refuse": 10 ** 6, "status": 502}, max_filter_rounds=2)
     with pytest.raises(RuntimeError, match=r"groups drawn .* only 0 of 4 accepted: .*dropped_error"):
@@ -231,6 +234,7 @@ def test_a_request_that_fails_for_ever_drops_its_group_and_then_ends_the_run(mak
     assert all("sample" in reason and "502" in reason for reason in drops(manager))
 
 
+@pytest.mark.drill
 def test_a_hanging_request_is_tried_again(make):
     manager = make({"hang": 1, "seconds": 60}, generate_timeout=1)
     before = time.time()
@@ -238,6 +242,7 @@ def test_a_hanging_request_is_tried_again(make):
     assert len(groups) == 4 and time.time() - before < 10
 
 
+@pytest.mark.drill
 def test_a_dead_engine_ends_the_run_with_its_name(make, model, tmp_path):
     process, url = engine = scripted_engine.start(1, vocab_size=250)[0]
     manager = make({})
@@ -251,6 +256,7 @@ def test_a_dead_engine_ends_the_run_with_its_name(make, model, tmp_path):
     assert time.time() - before < 15
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("kind, text", [("missing_logprobs", "log-probs"), ("null_logprobs", "log-prob"), ("nan_logprobs", "log-prob"),
                                         ("short_logprobs", "log-probs")])
 def test_a_malformed_answer_is_refused_at_ingest_and_names_the_sample(kind, text, make):
@@ -260,6 +266,7 @@ def test_a_malformed_answer_is_refused_at_ingest_and_names_the_sample(kind, text
     assert all(reason.startswith("error: sample") and text in reason for reason in drops(manager))
 
 
+@pytest.mark.drill
 def test_an_engine_that_stays_a_version_behind_is_named(make, servers):
     manager = make({"answers": "old_version"})
     with pytest.raises(NoEngineLeft, match=f"{servers[0]} generated with version .* but 1 was published"):
@@ -339,6 +346,7 @@ def test_group_rewards(make):
     assert [s.reward for g in groups for s in g.samples] == [10.0, 11.0] * 4
 
 
+@pytest.mark.drill
 def test_a_hanging_reward_is_tried_again_then_drops_the_group(make):
     calls.clear()
     manager = make({}, custom_rm_path="test_rollout.hanging_reward", reward_timeout=0.5)
@@ -355,6 +363,7 @@ def test_rewards_that_wait_for_a_thread_do_not_time_out(make):
     assert drops(manager) == []
 
 
+@pytest.mark.drill
 def test_a_reward_service_that_is_away_is_asked_again_then_drops_the_group(make):
     calls.clear()
     manager = make({}, custom_rm_path="test_rollout.refused_reward", max_filter_rounds=1, n_samples_per_prompt=1)
@@ -380,6 +389,7 @@ def none_reward(args, sample):
     return None
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("name, error, text", [
     ("exiting_reward", RuntimeError, r"exiting_reward called exit\(3\)"),
     ("exiting_async_reward", RuntimeError, r"exiting_async_reward called exit\(4\)"),
@@ -429,6 +439,7 @@ def test_a_partial_rollout_never_runs_a_tool_twice(make):
         assert sample.loss_mask.count(0) == 3 and len(sample.loss_mask) == len(sample.response_tokens)
 
 
+@pytest.mark.drill
 def test_an_own_generate_function_that_hangs_is_bounded(make):
     manager = make({}, custom_generate_function_path="test_rollout.endless", generate_timeout=1)
     groups, counts = run(manager.next_groups(0), manager)
