@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 import time
 
@@ -49,7 +50,7 @@ def parse_args(argv=None, script="train_async.py"):
 def show_defaults(parser):
     """Names after each flag its default, where it has one that says something."""
     for action in parser._actions:
-        if action.default not in (None, False, [], argparse.SUPPRESS):
+        if action.default not in (None, False, [], {}, argparse.SUPPRESS):
             action.help += f" [{'yes' if action.default is True else action.default}]"
         if action.type in (int, float) and not action.choices:
             action.metavar = action.metavar or "N"
@@ -95,6 +96,8 @@ def add_cluster(parser):
                    "started again (or, if external, waited for), before it is left out")
     g.add_argument("--rollout-health-check-interval", type=float, default=30, help="seconds between two checks of the engines")
     g.add_argument("--rollout-health-check-timeout", type=float, default=30, help="seconds that an engine may take to answer one")
+    g.add_argument("--watchdog-timeout", type=float, default=3600, help="seconds without any progress after which the run ends, "
+                   "with the stacks of all processes in RUN/logs")
     g.add_argument("--distributed-timeout", type=float, default=600, help="seconds that a collective may take")
 
 
@@ -111,12 +114,14 @@ def add_model(parser):
 
 def add_data(parser):
     g = parser.add_argument_group("data")
-    g.add_argument("--prompt-data", metavar="FILE", help="prompts: JSONL, JSON or Parquet, a hub data set's name, or "
-                   "reasoning-gym:TASK?size=500&seed=1")
+    g.add_argument("--prompt-data", metavar="FILE", help="prompts: JSONL, JSON or Parquet; a data set of the Hugging Face hub, "
+                   "like openai/gsm8k?name=main&split=test; or reasoning-gym:TASK?size=500&seed=1")
     g.add_argument("--input-key", default="prompt", help="column of the prompt: a text or a list of chat messages")
     g.add_argument("--label-key", default="label", help="column of the reference answer")
     g.add_argument("--metadata-key", help="column of a dict that rewards and tools may read")
     g.add_argument("--apply-chat-template", action="store_true", help="render prompts with the tokenizer's template")
+    g.add_argument("--apply-chat-template-kwargs", type=json_dict, default={}, metavar="JSON",
+                   help="what the template takes beside messages, like {\"enable_thinking\": false}")
     g.add_argument("--rollout-shuffle", action=argparse.BooleanOptionalAction, default=True,
                    help="new order in each epoch, from --seed + epoch")
     g.add_argument("--rollout-max-prompt-len", type=int, default=1024, help="longer prompts are dropped, and counted")
@@ -143,10 +148,15 @@ def add_rollout(parser):
                    help="own filter: f(args, samples) -> True to keep, or a reason to drop")
     g.add_argument("--max-filter-rounds", type=float, default=10, help="give up after dropping this many batches to fill one")
     g.add_argument("--rm-type", choices=sorted(REWARDS), default="exact", help="a reward of rewards.py")
+    g.add_argument("--rm-url", help="--rm-type remote_rm: a service that is POSTed prompt, response, label and metadata, and "
+                   "answers with a number")
+    g.add_argument("--rm-regex", metavar="PATTERN", help="--rm-type regex: its last match in the answer, or the group in it, "
+                   "must be the label")
     g.add_argument("--custom-rm-path", metavar="MODULE.FUNCTION", help="own reward: f(args, sample) -> float; may be async")
-    g.add_argument("--group-rm", action="store_true", help="the reward takes a group's samples and returns a list")
+    g.add_argument("--group-rm", action="store_true",
+                   help="--custom-rm-path takes a group's samples and returns a list")
     g.add_argument("--custom-generate-function-path", metavar="MODULE.FUNCTION",
-                   help="own generation: async f(args, sample, generate) -> None")
+                   help="own generation, of several turns with tools: async f(args, sample, agent), see agent.py")
     g.add_argument("--max-sample-retries", type=int, default=3, help="tries of a request before its group is dropped")
     g.add_argument("--generate-timeout", type=float, default=1800, help="seconds that one request may take")
     g.add_argument("--reward-timeout", type=float, default=60, help="seconds that one reward may take")
@@ -156,8 +166,11 @@ def add_eval(parser):
     g = parser.add_argument_group("evaluation")
     g.add_argument("--eval-interval", type=int, help="evaluate every so many versions, and at the start and the end")
     g.add_argument("--eval-prompt-data", nargs="+", default=[], metavar="NAME FILE", help="pairs: NAME FILE ...")
-    g.add_argument("--n-samples-per-eval-prompt", type=int, default=1, help="samples of an evaluation prompt")
+    g.add_argument("--n-samples-per-eval-prompt", type=int, default=1, help="samples of an evaluation prompt; above 1 with "
+                   "pass@k, where a reward of at least 1 is a pass")
     g.add_argument("--eval-temperature", type=float, help="default: --rollout-temperature; 0 is greedy")
+    g.add_argument("--eval-top-p", type=float, help="default: --rollout-top-p")
+    g.add_argument("--eval-top-k", type=int, help="default: --rollout-top-k")
     g.add_argument("--eval-max-response-len", type=int, help="default: --rollout-max-response-len")
     g.add_argument("--skip-eval-before-train", action="store_true", help="no evaluation of version 0")
     g.add_argument("--eval-only", action="store_true", help="evaluate the loaded weights and stop")
@@ -311,6 +324,14 @@ def add_debug(parser):
     g.add_argument("--load-debug-rollout-data", metavar="PATH", help="read each batch instead of generating it")
 
 
+def json_dict(text):
+    """argparse's type of a flag that takes a JSON object."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
 def parse_bounds(text, flag):
     """'2.0' -> (None, 2.0); '0.5_2.0' -> (0.5, 2.0). ValueError for anything else."""
     try:
@@ -391,6 +412,8 @@ def derive(args, script):
         args.max_lag = 1 if script == "train_async.py" else 0
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     args.eval_temperature = args.rollout_temperature if args.eval_temperature is None else args.eval_temperature
+    args.eval_top_p = args.rollout_top_p if args.eval_top_p is None else args.eval_top_p
+    args.eval_top_k = args.rollout_top_k if args.eval_top_k is None else args.eval_top_k
     args.eval_max_response_len = args.eval_max_response_len or args.rollout_max_response_len
     args.critic_load = args.critic_load or args.hf_checkpoint
     args.critic_lr = args.lr if args.critic_lr is None else args.critic_lr
@@ -445,15 +468,15 @@ def check_ranges(args):
     """Bounds of the numbers that are not counts; nan fails them all."""
     ranges = {"lr": (0, 10), "min_lr": (0, 10), "weight_decay": (0, 10), "adam_beta1": (0, 1), "adam_beta2": (0, 1),
               "adam_eps": (0, 1), "clip_grad": (0, math.inf), "eps_clip": (0, 1), "eps_clip_high": (0, 100),
-              "rollout_temperature": (0, 100), "eval_temperature": (0, 100), "rollout_top_p": (0, 1), "kl_coef": (0, 100),
-              "kl_loss_coef": (0, 100), "entropy_coef": (-10, 10), "lr_warmup_iters": (0, math.inf), "max_lag": (0, math.inf),
-              "staleness_threshold": (0, 1000), "sglang_port": (1, 65535), "rollout_max_prompt_len": (1, math.inf),
-              "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
+              "rollout_temperature": (0, 100), "eval_temperature": (0, 100), "rollout_top_p": (0, 1), "eval_top_p": (0, 1),
+              "kl_coef": (0, 100), "kl_loss_coef": (0, 100), "entropy_coef": (-10, 10), "lr_warmup_iters": (0, math.inf),
+              "max_lag": (0, math.inf), "staleness_threshold": (0, 1000), "sglang_port": (1, 65535),
+              "rollout_max_prompt_len": (1, math.inf), "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
               "parity_warn": (0, math.inf), "parity_max": (0, math.inf), "overlong_penalty_factor": (0, 100),
               "loss_scale_factor": (1e-6, math.inf), "critic_lr": (0, 10), "value_clip": (0, math.inf), "gamma": (0, 1),
               "lambd": (0, 1), "max_engine_restarts": (0, math.inf)}
     limits = ("engine_start_timeout", "distributed_timeout", "generate_timeout", "reward_timeout", "update_weight_timeout",
-              "rollout_health_check_interval", "rollout_health_check_timeout")
+              "watchdog_timeout", "rollout_health_check_interval", "rollout_health_check_timeout")
     for name, (low, high) in (ranges | dict.fromkeys(limits, (0.001, 10 ** 9))).items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
@@ -584,6 +607,7 @@ def check_data(args):
         raise ValueError("--eval-interval and --eval-only need --eval-prompt-data NAME FILE")
     args.eval_sets = list(zip(args.eval_prompt_data[::2], args.eval_prompt_data[1::2]))   # derived
     paths = [args.prompt_data or "", *(path for _, path in args.eval_sets)]
+    check_reward(args)
     if args.rm_type == "reasoning_gym" and not args.custom_rm_path and not all(path.startswith(GYM) for path in paths if path):
         raise ValueError("--rm-type reasoning_gym scores the tasks of reasoning-gym only: --prompt-data reasoning-gym:TASK, and "
                          "--eval-prompt-data alike")
@@ -599,6 +623,26 @@ def check_data(args):
             args.num_rollout = min(args.num_rollout or steps, steps)
     args.num_updates = (args.num_rollout or 0) * args.samples_per_step // args.global_batch_size   # derived
     args.lr_decay_iters = args.lr_decay_iters or args.num_updates
+
+
+def check_reward(args):
+    for flag, rm_type in (("rm_url", "remote_rm"), ("rm_regex", "regex")):
+        used = args.rm_type == rm_type and not args.custom_rm_path
+        if used != bool(getattr(args, flag)):
+            raise ValueError(f"--{flag.replace('_', '-')} and --rm-type {rm_type} belong together")
+    if args.rm_type == "math" and not args.custom_rm_path and importlib.util.find_spec("math_verify") is None:
+        raise ValueError("--rm-type math needs the package math-verify: pip install math-verify")
+    if args.rm_url and not args.rm_url.startswith(("http://", "https://")):
+        raise ValueError(f"--rm-url {args.rm_url}: wants http://HOST:PORT/PATH")
+    if args.rm_regex:
+        try:
+            groups = re.compile(args.rm_regex).groups
+        except re.error as error:
+            raise ValueError(f"--rm-regex {args.rm_regex}: {error}") from None
+        if groups > 1:
+            raise ValueError(f"--rm-regex {args.rm_regex} has {groups} groups: at most one, which is the answer")
+    if args.group_rm and not args.custom_rm_path:
+        raise ValueError("--group-rm needs --custom-rm-path: the rewards of --rm-type look at one sample")
 
 
 def check_combinations(args):
@@ -708,6 +752,8 @@ def load_function(path, flag, count):
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())     # a script's own folder is there already, the user's is not
     try:
+        if not module or module.startswith("."):
+            raise ValueError("wants MODULE.FUNCTION")
         function = getattr(importlib.import_module(module), name)
         inspect.signature(function).bind(*[None] * count)
     except TypeError:

@@ -30,6 +30,10 @@ from functools import cached_property
 FLAT_LISTS = ("prompt_tokens", "response_tokens", "loss_mask", "rollout_logprobs")
 
 
+class Dropped(Exception):
+    """Ends one group, not the run: its message is the reason in the ledger, its part before a colon the name in the metrics."""
+
+
 @dataclass
 class Sample:
     """One trajectory. `metadata` is the data row's, and reset() leaves it alone: keep nothing of a trajectory in it."""
@@ -49,6 +53,9 @@ class Sample:
     reward: float | None = None
     seconds: float = 0.0           # that its requests were with an engine
     status: str = "pending"        # "pending" | "completed" (stop token) | "truncated" (budget used up) | "failed"
+    part: int = 0                  # above 0: a further training sample of the attempt `index`, with a prompt of its own
+    messages: list[dict] = field(default_factory=list)     # of an agent loop: the turns so far, as chat messages
+    mismatch: str = ""             # of its token ids and the chat template's: see agent.compare
 
     def append(self, tokens, logprobs, version, mask=1):
         """The only way to extend a sample: here its columns keep one length.
@@ -79,7 +86,7 @@ class Sample:
     def reset(self):
         """Back to the prompt: what is generated anew keeps nothing of older weights."""
         self.response_tokens, self.loss_mask, self.rollout_logprobs, self.version_runs, self.columns = [], [], [], [], {}
-        self.response, self.reward, self.seconds, self.status = "", None, 0.0, "pending"
+        self.response, self.reward, self.seconds, self.status, self.messages, self.mismatch = "", None, 0.0, "pending", [], ""
 
     @property
     def name(self):
@@ -106,13 +113,19 @@ def copy_fields(fields):
 
 @dataclass
 class Group:
-    """The n samples of one prompt: the unit of every count, gate and ledger entry."""
+    """The n attempts at one prompt: the unit of every count, gate and ledger entry. An agent loop may make several samples of
+    an attempt (`part` above 0); they stand behind the n."""
     group_id: int
     row: int
     epoch: int
     samples: list[Sample]
     keep: bool = False             # aborted and reset before: a second abort would keep long answers from ever ending
     generated: float = 0.0         # time.time() when its last answer came; what follows until it is finished is the reward's
+
+    @property
+    def attempts(self):
+        """The n samples, without further parts of them."""
+        return [sample for sample in self.samples if sample.part == 0]
 
     @property
     def oldest_version(self):
@@ -132,6 +145,7 @@ class Group:
                 "generated": round(self.generated, 4)}
 
     def reset(self):
+        self.samples = self.attempts
         for sample in self.samples:
             sample.reset()
 
@@ -268,7 +282,7 @@ class Buffer:
     """
 
     def __init__(self, rows, n_samples_per_prompt, seed, ledger, *, shuffle=True, num_epoch=None,
-                 partial_rollout=False):
+                 partial_rollout=False, digest=""):
         if len(rows) == 0:
             raise ValueError("--prompt-data: no rows")
         self.rows, self.n_samples_per_prompt, self.seed, self.ledger = rows, n_samples_per_prompt, seed, ledger
@@ -281,7 +295,8 @@ class Buffer:
         self.by_age = []                           # heap of (oldest version, group id): `finished`, and some dropped
         self.in_hand = {}                          # step -> its batch, a list of groups, not yet trained
         self.lengths = {}                          # "trained" or why dropped -> (samples, tokens), since the run began
-        self.identity = {"--prompt-data (rows)": len(rows), "--prompt-data (content)": hash_rows(rows), "--seed": seed,
+        self.identity = {"--prompt-data (rows)": len(rows), "--prompt-data (content)": hash_rows(rows),
+                         "--prompt-data (bytes of the file)": digest, "--seed": seed,
                          "--rollout-shuffle": shuffle, "--n-samples-per-prompt": n_samples_per_prompt}
 
     @property
@@ -432,7 +447,7 @@ class Buffer:
         """Replaces all content. ValueError where data or flags are not those of the run that saved: the cursor would
         skip and repeat prompts."""
         for flag, value in self.identity.items():
-            if state["identity"][flag] != value:
+            if state["identity"].get(flag, value) != value:       # older checkpoints say less
                 raise ValueError(f"{flag}: the checkpoint has {state['identity'][flag]}, this run {value}; resume with "
                                  f"the data and flags of the run that saved it")
         self.next_id = state["next_id"]

@@ -79,13 +79,13 @@ class EngineClient:
     def resume(self):
         self.call("POST", "continue_generation", {})
 
-    def flush_cache(self, patience=0.0):
+    def flush_cache(self, patience=0.0, timeout=None):
         """Forgets every cached prefix. The server refuses (400) while requests run or wait; behind a pause the last one may still
         be on its way out: `patience` seconds are given to it."""
         deadline = time.monotonic() + min(patience, self.timeout)
         while True:
             try:
-                return self.call("POST", "flush_cache")
+                return self.call("POST", "flush_cache", timeout=timeout)
             except EngineError as error:
                 if "HTTP 400" not in str(error) or time.monotonic() > deadline:
                     raise

@@ -21,9 +21,9 @@ WRONG_IN_A_ROW = 16      # answers that no engine gives, before it is taken for 
 FLUSH_PATIENCE = 5.0     # seconds
 
 
-class Aborted(Exception):
+class Aborted(BaseException):
     """Unwinds a sample's generation when its group is aborted or its engine is lost: the sample stays pending, and is continued
-    later or elsewhere."""
+    later or elsewhere. Like a cancellation it is no Exception, so that no `except Exception` of a user's function swallows it."""
 
 
 @dataclass(eq=False)
@@ -237,10 +237,11 @@ class Fleet:
             await task
 
     async def blame(self, url, why):
-        """A sync has failed: engines that do not answer are lost; if all do, the one at `url`, which the error names; else all."""
-        self.joined = None
+        """A sync has failed: engines whose scheduler does not answer are lost; if all do, the one at `url`, which the error
+        names; else all. (One that hangs in a broadcast makes others wait, which are named as likely.)"""
+        self.joined, limit = None, self.args.rollout_health_check_timeout
         lanes = [lane for lane in self.party if lane.state in ("up", "ready")]
-        answers = await asyncio.gather(*(self.call(lane, "health") for lane in lanes), return_exceptions=True)
+        answers = await asyncio.gather(*(self.call(lane, "flush_cache", FLUSH_PATIENCE, limit) for lane in lanes), return_exceptions=True)
         dead = [lane for lane, answer in zip(lanes, answers) if isinstance(answer, EngineError)]
         for lane in dead or [lane for lane in lanes if lane.url == url] or lanes:
             self.lose(lane, why)

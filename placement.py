@@ -4,6 +4,7 @@ Training and rollout GPUs are disjoint because each actor reserves its own in Ra
 --colocate they are the same on purpose: only the training ranks reserve, and each engine is told their GPUs.
 """
 
+import _thread
 import contextlib
 import fcntl
 import json
@@ -27,6 +28,7 @@ from rollout import RolloutManager
 from trainer import TrainWorker
 from sync_weights import sync_weights
 from tracking import Tracker
+from watchdog import Watchdog, said
 
 
 def run(train, args):
@@ -34,7 +36,7 @@ def run(train, args):
     everything down whatever happens. Exits non-zero on an error; its cause is the last line on standard error."""
     end = lambda *_: sys.exit(143)
     signal.signal(signal.SIGTERM, end)                         # so that `finally` below is reached
-    engines, tracker, status = [], None, 0
+    trainers, engines, tracker, status, began, watchdog = [], [], None, 0, time.time(), None
     lock = take_folder(args)
     try:
         step, folder = checkpoint.latest(args) if args.load else (0, None)
@@ -51,6 +53,8 @@ def run(train, args):
         if not args.eval_only and step < args.num_rollout:
             write_flags(args)
         tracker = Tracker(args, step)
+        watchdog = Watchdog("driver", args, finish=lambda why: _thread.interrupt_main(signal.SIGTERM))
+        watchdog.start()
         if sys.stderr.isatty():
             tracker.watch(rollout)
         trained = step if args.eval_only else keep_training(train, args, trainers, rollout, tracker, step)
@@ -58,12 +62,16 @@ def run(train, args):
     except (KeyboardInterrupt, SystemExit) as error:
         status = 130 if isinstance(error, KeyboardInterrupt) else error.code
         close(tracker)
+        if said(os.path.join(args.run_dir, "logs"), began):
+            status = 1
         print(f"interrupted: stopping; --load {args.run_dir} goes on from the last checkpoint, if one was saved", file=sys.stderr)
     except Exception as error:
         status = 1
         close(tracker)
-        report(error, args, engines)
+        report(error, args, engines, trainers, began)
     finally:
+        if watchdog:
+            watchdog.ended = True
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, signal.SIG_IGN)                # a second Ctrl-C must not cut the cleaning short
         stop(engines)
@@ -133,7 +141,7 @@ def finish(args, step, trainers, rollout, tracker, save):
     tracker.summary()
 
 
-def report(error, args, engines):
+def report(error, args, engines, trainers, began):
     """The whole trace goes to a file, the cause in one line to the terminal, behind what is known of servers that died."""
     for rank, engine in enumerate(engines):
         with contextlib.suppress(Exception):                   # an actor that is gone as well has nothing to say
@@ -149,7 +157,9 @@ def report(error, args, engines):
     except OSError as problem:            # a full disk may be what this is about
         path = f"not written: {problem}"
     if isinstance(cause, ray.exceptions.RayActorError):        # Ray's paragraphs; the reason is their last line
-        cause = RuntimeError([line for line in str(cause).splitlines() if line.strip()][-1].strip())
+        names = {trainer._actor_id.hex(): f"training rank {rank}" for rank, trainer in enumerate(trainers)}
+        reason = said(os.path.join(args.run_dir, "logs"), began) or [line for line in str(cause).splitlines() if line.strip()][-1].strip()
+        cause = RuntimeError(f"{names.get(cause.actor_id, 'a process of the run')} has died: {reason}")
     named = isinstance(cause, EngineError) or isinstance(cause, ValueError) and not remote   # says all by itself
     kind = "" if named else f"{type(cause).__name__}: "
     print(f"error: {kind}{cause}   (trace: {path})", file=sys.stderr, flush=True)

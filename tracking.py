@@ -79,7 +79,7 @@ class Tracker:
 
     def log_step(self, step, rollout_metrics, train_metrics):
         """One row of metrics.jsonl and one line in the terminal. train_metrics: one dict for each rank; rank 0's is whole."""
-        self.collect_evaluation()
+        self.collect_evaluation(timeout=0)
         now = time.time()
         seconds, self.step_started = now - self.step_started, now
         self.spans["train"] = [[m["started"], m["started"] + m["perf/train_time"]] for m in train_metrics if "started" in m]
@@ -126,9 +126,10 @@ class Tracker:
 
     # ---- evaluation ---------------------------------------------------------------------------------------
     def evaluate_if_due(self, rollout, version):
-        """Starts the evaluation of the version just published. It runs beside generation and training and is collected
-        by log_step, that is, before the next sync."""
+        """Starts the evaluation of the version just published. It runs beside generation and training; the next sync waits for
+        its end, and the first log_step behind that end collects it."""
         args = self.args
+        self.collect_evaluation()                 # over, since there was a sync
         if version == 0 and args.skip_eval_before_train:
             return
         if args.eval_interval and version % args.eval_interval == 0:
@@ -140,8 +141,9 @@ class Tracker:
             self.evaluation = rollout.evaluate.remote()
             self.collect_evaluation()
 
-    def collect_evaluation(self):
-        if self.evaluation is None:
+    def collect_evaluation(self, timeout=None):
+        """Writes down the evaluation that was started, if it ends within so many seconds (None: at any time)."""
+        if self.evaluation is None or not ray.wait([self.evaluation], num_returns=1, timeout=timeout)[0]:
             return
         results, self.evaluation = ray.get(self.evaluation), None
         self.evals.add(results)

@@ -22,6 +22,7 @@ from args import load_function
 from loss import (ADVANTAGES, LOSSES, correction_metrics, gae, importance_weights, kept_scale, kl_estimate, overlong_penalty,
                   policy_objective, token_weights, weight_sum)
 from sync_weights import WeightSender
+from watchdog import Watchdog
 
 
 class TrainWorker:
@@ -51,18 +52,24 @@ class TrainWorker:
         self.published = {}                                # version -> copy of its weights; kept around a parity step
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.sender = WeightSender(args, self.model, self.hf)
+        self.watchdog = Watchdog(f"training rank {rank}", args)
         self.steps = None                                  # that were trained, once one was in this process
 
     def ready(self):
         """Answers once the constructor is through: an error in it surfaces here."""
+        self.watchdog.start()
 
     # ---- one step -----------------------------------------------------------------------------------------
     def train(self, step, batch):
-        """One pass over the batch, an optimizer step for each `global_batch_size` samples. Returns the step's metrics."""
-        started, size, lr = time.time(), self.args.global_batch_size, self.optimizer.param_groups[0]["lr"]
+        """One pass over the batch, an optimizer step for each of its `update_sizes`. Returns the step's metrics."""
+        with self.watchdog.at(f"the training of step {step}"):
+            return self.train_step(step, batch)
+
+    def train_step(self, step, batch):
+        started, lr = time.time(), self.optimizer.param_groups[0]["lr"]
         if self.args.policy_old == "recompute" and (self.cycle_step is None or step % self.args.update_weights_interval == 0):
             self.begin_cycle(step)
-        updates = [self.plan(batch, range(i, i + size)) for i in range(0, len(batch["tokens"]), size)]
+        updates = [self.plan(batch, indices) for indices in update_ranges(batch)]
         noted = self.parity(step, batch, [micro for plan in updates for micro in plan])
         noted |= self.add_columns(step, batch, updates)
         prepared = time.time()            # all passes without gradient lie before: old and reference log-probs, values, parity
@@ -74,6 +81,8 @@ class TrainWorker:
         if self.args.record_path:         # beside the recorded batch: how far engine and trainer are apart, token by token
             rows = self.everywhere(batch, [micro for plan in updates for micro in plan], batch["trained_logprobs"])
             metrics |= {"logprobs": torch.cat(rows).float()} if self.rank == 0 else {}
+        if self.args.colocate and self.args.device == "cuda":
+            torch.cuda.empty_cache()      # an engine wants its memory back on this GPU
         return {**metrics, "started": started, "perf/train_time": time.time() - started}
 
     def plan(self, batch, indices):
@@ -89,7 +98,8 @@ class TrainWorker:
 
         An advantage function finds in the batch, for each sample of the whole batch on every rank: rewards [S] (the task's, with
         the overlong penalty and the KL penalty), scores [S] (without KL), kl [S][n] (to the reference, zeros without --kl-coef),
-        group_ids, tokens, response_lengths, loss_mask [S][n], rollout_logprobs [S][n], versions, and columns {name: [S]}.
+        group_ids, shares [S] (1, or 1 / samples of an attempt that made several), tokens, response_lengths, loss_mask [S][n],
+        rollout_logprobs [S][n], versions, and columns {name: [S]}.
         """
         args, lengths = self.args, batch["response_lengths"]
         mine = [micro for plan in updates for micro in plan]
@@ -114,9 +124,9 @@ class TrainWorker:
         batch["rewards"] = [score - args.kl_coef * kl.sum().item() for score, kl in zip(batch["scores"], batch["kl"])]
         batch["advantages"] = check_advantages(self.advantages(args, batch), lengths)
         batch["weights"] = []
-        for i in range(0, len(lengths), args.global_batch_size):
-            batch["weights"] += token_weights(batch["loss_mask"][i:i + args.global_batch_size], args.loss_agg_mode,
-                                              args.loss_scale_factor)
+        for indices in update_ranges(batch):
+            masks = [batch["loss_mask"][i] for i in indices]
+            batch["weights"] += token_weights(masks, args.loss_agg_mode, args.loss_scale_factor)
         return {"train/overlong_penalty": sum(penalties) / len(lengths)} if args.overlong_buffer_len else {}
 
     def log_probs(self, network, batch, micros):
@@ -231,6 +241,7 @@ class TrainWorker:
 
     def update(self, batch, micros):
         """One optimizer step over this rank's micro-batches. Returns the global sums behind the metrics."""
+        self.watchdog.alive()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         packs = [self.to_pack(batch, micro) for micro in micros]
@@ -286,6 +297,7 @@ class TrainWorker:
         return columns | {"sample": torch.from_numpy(np.repeat(starts, lengths)).to(device())}
 
     def head(self, network, hidden, packed, entropy=False):
+        self.watchdog.alive()
         return model.token_logprobs(network, hidden, packed.labels, self.args.rollout_temperature,
                                     chunk=self.args.log_probs_chunk_size, entropy=entropy)
 
@@ -299,7 +311,8 @@ class TrainWorker:
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
     def join_engines(self, urls, group):
-        self.sender.join(urls, group)
+        with self.watchdog.at("the sync: joining the engines"):
+            self.sender.join(urls, group)
 
     def leave_engines(self):
         self.sender.leave()
@@ -308,13 +321,15 @@ class TrainWorker:
         self.sender.prepare()
 
     def send_weights(self, version):
-        return self.sender.send(version)
+        with self.watchdog.at("the sync: sending the weights"):
+            return self.sender.send(version)
 
     def fingerprints(self):
         return self.sender.fingerprints()
 
     def save(self, folder):
-        model.save_rank(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler)
+        with self.watchdog.at("the saving of a checkpoint"):
+            model.save_rank(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler)
         if self.critic:
             critic.save(self.critic, folder, self.rank)
 
@@ -328,6 +343,12 @@ class TrainWorker:
 
 
 # ---- batching ---------------------------------------------------------------------------------------------
+def update_ranges(batch):
+    """The sample indices of each optimizer step."""
+    ends = np.cumsum(batch["update_sizes"]).tolist()
+    return [range(end - size, end) for end, size in zip(ends, batch["update_sizes"])]
+
+
 def balance(lengths, ranks):
     """Deals samples {index: tokens} to ranks, equally many to each, longest first to the rank with the fewest tokens."""
     shares, tokens, room = [[] for _ in range(ranks)], [0] * ranks, -(-len(lengths) // ranks)

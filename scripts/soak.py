@@ -7,7 +7,9 @@
 """
 
 import argparse
+import functools
 import os
+import pathlib
 import random
 import signal
 import statistics
@@ -137,25 +139,31 @@ def account(run, steps):
 
 # ---- kills ------------------------------------------------------------------------------------------------
 def kills(args, folder):
-    """Runs of the tests' kill campaigns, each at random moments and at random records, until there were enough."""
+    """Runs of the tests' kill campaigns, each at random moments and at random records, until there were enough; of a hundred and
+    more, the last six with real engines and Ray."""
     import scripted_engine
     import test_kills
+    import test_stack
 
+    whole = 6 if args.kills >= 100 else 0
     model, draw = harness.make_model(os.path.join(folder, "model"), rows=test_kills.ROWS), random.Random(args.seed)
     servers, names = scripted_engine.start(2, **test_kills.ENGINE), list(test_kills.RUNS)
+    urls = [url for _, url in servers]
     done = lost = repeated = 0
     try:
         for i, name in enumerate(names):
-            count, out = (args.kills + i) // len(names), os.path.join(folder, str(i))
+            count, out = (args.kills - whole + i) // len(names), os.path.join(folder, str(i))
             deaths = [draw.uniform(0.1, 1.5) if draw.random() < 0.5 else test_kills.death(name, draw) for _ in range(count)]
-            words, urls = lambda *a, **b: test_kills.words_of(model, out, [url for _, url in servers], *a, **b), [url for _, url in servers]
             if deaths:
-                test_kills.campaign(name, deaths, words, urls, out)
+                test_kills.campaign(name, deaths, functools.partial(test_kills.words_of, model, out, urls), urls, out)
                 steps = len(harness.read_jsonl(os.path.join(out, name, "metrics.jsonl")))
                 missing, twice = account(os.path.join(out, name), steps)
                 done, lost, repeated = done + count, lost + missing, repeated + twice
     finally:
         scripted_engine.stop(servers)
+    if whole:
+        test_stack.kill_and_resume(pathlib.Path(folder), whole)       # raises for what is lost or repeated
+        done += whole
     print(f"kills {done} lost {lost} repeated {repeated}")
     return not (lost or repeated)
 

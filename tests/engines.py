@@ -64,8 +64,10 @@ class Engines:
             time.sleep(0.02)
 
     def signal(self, i, how):
-        if self.processes[i]:
+        try:
             os.kill(self.processes[i].pid, how)
+        except (ProcessLookupError, AttributeError):
+            pass                       # it is dead already
 
     def script(self, i, **orders):
         """See scripted_engine.Engine.script. One that is down needs no order."""
@@ -73,6 +75,13 @@ class Engines:
             requests.post(f"{self.urls[i]}/script", json=orders, timeout=2)
         except requests.RequestException:
             pass
+
+    def report(self, i):
+        """Its counters; {} while it is down."""
+        try:
+            return requests.get(f"{self.urls[i]}/script", timeout=2).json()
+        except requests.RequestException:
+            return {}
 
     def stop(self):
         self.ended = True

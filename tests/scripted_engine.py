@@ -130,6 +130,7 @@ class Engine:
         self.unpaused.set()
         self.counters = collections.Counter()
         self.verbs = collections.deque(maxlen=1000)
+        self.stuck = 0          # updates that hang
         self.orders = []        # refusals, hangs and deaths still to come
         self.answers, self.answers_left, self.stale = None, 0, False
 
@@ -284,6 +285,8 @@ class Engine:
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush(self, http):
+        while self.stuck:
+            await asyncio.sleep(0.05)
         if self.running or self.queue:
             return web.Response(status=400, text="Flush cache failed: requests are running or waiting.\n")
         self.cache.clear()
@@ -378,15 +381,17 @@ class Engine:
             self.orders.remove(order)
         if order["do"] == "refuse":
             self.counters["refused"] += 1
-            raise Refused(order["status"])
+            raise Refused(order)
         if order["do"] == "hang":
+            self.stuck += verb == "update_weights_from_distributed"      # as SGLang's scheduler is
             await asyncio.sleep(order["seconds"])
+            self.stuck -= verb == "update_weights_from_distributed"
         elif order["count"] == 0:   # die
             asyncio.get_running_loop().call_later(order["seconds"], die, "ordered")
 
     async def script(self, http):
         """Orders, all in one POST; `verb` is generate unless given.
-        {"refuse": N, "status": 500, "verb": V}   the next N calls of V get that status
+        {"refuse": N, "status": 500, "verb": V}   the next N calls of V get that status, and Retry-After with "retry_after": S
         {"hang": N, "seconds": 1e9, "verb": V}    the next N calls of V wait so long
         {"die": N, "seconds": 0.05, "verb": V}    the process dies that long after the N-th call of V from now came in
         {"answers": KIND, "count": N}             one of ANSWERS for the next N answers (default: all)
@@ -398,10 +403,10 @@ class Engine:
         {"reset": true}        ends all misbehaviour"""
         b = await http.json()
         if b.get("reset"):
-            self.orders, self.answers, self.answers_left, self.stale = [], None, 0, False
+            self.orders, self.answers, self.answers_left, self.stale, self.stuck = [], None, 0, False, 0
         for do, seconds in (("refuse", 0), ("hang", 1e9), ("die", 0.05)):
             if do in b:
-                self.orders.append({"do": do, "verb": b.get("verb", "generate"), "count": b[do],
+                self.orders.append({**b, "do": do, "verb": b.get("verb", "generate"), "count": b[do],
                                     "status": b.get("status", 500), "seconds": b.get("seconds", seconds)})
         if "answers" in b:
             if b["answers"] not in ANSWERS:
@@ -437,8 +442,9 @@ def failure(message):
 
 
 class Refused(Exception):
-    def __init__(self, status):
-        self.status = status
+    def __init__(self, order):
+        self.status = order["status"]
+        self.headers = {"Retry-After": str(order["retry_after"])} if "retry_after" in order else {}
 
 
 def die(why):
@@ -497,12 +503,14 @@ async def errors(http, handler):
     """Notes the verb and carries out an order for it; generate looks for its own once it has read the body."""
     engine, verb = http.app["engine"], http.path.strip("/")
     try:
+        if engine.o.api_key and verb != "script" and http.headers.get("Authorization") != f"Bearer {engine.o.api_key}":
+            return web.json_response({"error": {"message": "Unauthorized"}}, status=401)
         if verb not in ("generate", "script"):
             engine.verbs.append(verb)
             await engine.obey(verb)
         return await handler(http)
     except Refused as refused:
-        return web.json_response({"error": {"message": "refused on order"}}, status=refused.status)
+        return web.json_response({"error": {"message": "refused on order"}}, status=refused.status, headers=refused.headers)
 
 
 def make_app(options):
@@ -545,6 +553,7 @@ def parse(argv=None):
     p.add_argument("--eos-id", type=int, default=2, help="stop token, besides the request's own")
     p.add_argument("--context-length", type=int, default=4096, help="prompt + budget beyond it: 400")
     p.add_argument("--group-timeout", type=float, default=60, help="seconds for joining a group and for a broadcast")
+    p.add_argument("--api-key", help="what clients must send")
     p.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
     return p.parse_args(argv)
 

@@ -1,19 +1,34 @@
 """Drills: a fault is provoked in a whole run, and must end in recovery, with nothing lost, or in an error that names it, within a
 bounded time. The engines are scripted, and started again by engines.Engines; the trainer and its broadcast are the real ones."""
 
+import ast
+import glob
+import json
 import os
+import random
 import re
+import resource
+import shutil
 import signal
 import threading
 import time
+import types
+from collections import Counter
 
+import numpy as np
 import pytest
-import requests
+import torch
 
 import engines
 import harness
 import light
+import watchdog
+from args import parse_args
+from batch import load_groups
 from buffer import Ledger
+from data import PromptRows
+from engine import free_address, server_command
+from fingerprint import check_fingerprints, fingerprint
 
 pytestmark = pytest.mark.drill
 
@@ -39,10 +54,6 @@ def fleet():
 QUICK = {"rollout_health_check_interval": 0.5, "rollout_health_check_timeout": 1, "update_weight_timeout": 4, "generate_timeout": 60}
 
 
-def script(url, **orders):
-    requests.post(f"{url}/script", json=orders, timeout=10).raise_for_status()
-
-
 def records(out, event):
     return [r for r in harness.read_jsonl(out / "run" / "ledger.jsonl") if r["event"] == event]
 
@@ -61,16 +72,19 @@ def check_nothing_is_lost(out, steps, groups=4):
     assert [row["step"] for row in harness.metrics(out, "run")] == list(range(steps))
 
 
-def after(condition, action, limit=60):
+def wait_for(condition, limit=60):
+    deadline = time.time() + limit
+    while not condition() and time.time() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def after(condition, action):
     """A thread that acts once, as soon as the condition holds. Its `acted` is when."""
     def wait():
-        deadline = time.time() + limit
-        while not condition():
-            if time.time() > deadline:
-                return
-            time.sleep(0.005)
-        thread.acted = time.time()
-        action()
+        if wait_for(condition):
+            thread.acted = time.time()
+            action()
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.acted = None
@@ -92,18 +106,15 @@ def test_an_engine_that_dies_comes_back_with_the_current_weights(name, changes, 
     assert 0 <= lost - killer.acted < 3
     assert any(r["engine"] == 1 and r["time"] > up for r in records(tmp_path, "submit")), "it gets no requests any more"
     assert not any(r["engine"] == 1 and lost < r["time"] < up for r in records(tmp_path, "submit"))
-    held = [requests.get(f"{url}/script", timeout=10).json()["weights"] for url in pair.urls]
-    assert held[0] == held[1] or name == "train_fully_async.py" and held[0]
+    assert pair.report(0)["weights"] == pair.report(1)["weights"] and pair.report(0)["version"] == pair.report(1)["version"]
     assert min(row["perf/engines"] for row in harness.metrics(tmp_path, "run")) == 1
 
 
 def test_an_engine_that_hangs_is_left_out_until_it_answers(model, fleet, tmp_path):
     """Stopped with its connections open: nothing but the health check can notice."""
     pair = fleet(2, lengths="5")
-    def stop():
-        pair.signal(1, signal.SIGSTOP)
-        after(lambda: states(tmp_path, 1)[:1] == ["lost"], lambda: pair.signal(1, signal.SIGKILL))
-    stopper = after(lambda: len(records(tmp_path, "trained")) >= 2, stop)
+    stopper = after(lambda: len(records(tmp_path, "trained")) >= 2, lambda: pair.signal(1, signal.SIGSTOP))
+    after(lambda: states(tmp_path, 1)[:1] == ["lost"], lambda: pair.signal(1, signal.SIGKILL))
     light.succeed("train_async.py", harness.flags(model, tmp_path, "run", pair.urls, num_rollout=8, **QUICK))
     check_nothing_is_lost(tmp_path, 8)
     assert states(tmp_path, 1)[0] == "lost" and records(tmp_path, "engine")[0]["time"] - stopper.acted < 6
@@ -121,25 +132,291 @@ def test_an_engine_that_hangs_is_left_out_until_it_answers(model, fleet, tmp_pat
 def test_an_engine_that_fails_in_a_sync_is_left_out_and_comes_back(orders, why, model, fleet, tmp_path):
     """In the middle of a run: the sync is repeated without it, within the time limit of a bucket; it is back at a later sync."""
     three = fleet(3)
+
     def spoil():
-        script(three.urls[2], **orders)
-        if "init" in orders.get("verb", ""):      # so that they join anew
+        if "flip" in orders:                      # between the broadcast and the question for the fingerprints
+            three.script(2, hang=1, seconds=1.0, verb="weights_checker")
+            asked = three.report(2)["verbs"].count("weights_checker")
+            wait_for(lambda: three.report(2)["verbs"].count("weights_checker") > asked)
+        if "init" in orders.get("verb", ""):      # another one has died, so that they join anew
+            three.script(2, **orders)
             three.signal(1, signal.SIGKILL)
-    trigger = "flip" in orders
-    def flip():                                   # right behind a broadcast, before the fingerprints are asked for
-        before = requests.get(f"{three.urls[2]}/script", timeout=10).json()["updates"]
-        deadline = time.time() + 20
-        while requests.get(f"{three.urls[2]}/script", timeout=10).json()["updates"] == before and time.time() < deadline:
-            pass
-        spoil()
-    if trigger:
-        script(three.urls[2], hang=1, seconds=0.5, verb="weights_checker")
-    after(lambda: len(records(tmp_path, "trained")) >= 2, flip if trigger else spoil)
-    back = after(lambda: states(tmp_path, 2)[:1] == ["lost"], lambda: script(three.urls[2], reset=True))
+        three.script(2, **orders)
+
+    after(lambda: len(records(tmp_path, "trained")) >= 2, spoil)
+    back = after(lambda: states(tmp_path, 2)[:1] == ["lost"], lambda: three.script(2, reset=True))
     started = time.time()
     light.succeed("train_async.py", harness.flags(model, tmp_path, "run", three.urls, num_rollout=8, **QUICK))
     check_nothing_is_lost(tmp_path, 8)
     lost = [r for r in records(tmp_path, "engine") if r["engine"] == 2 and r["state"] == "lost"]
     assert lost and why in lost[0]["why"] and time.time() - started < 40
     assert back.acted is not None and "up" in states(tmp_path, 2)
-    assert not any(requests.get(f"{url}/script", timeout=10).json()["paused"] for url in three.urls)
+    assert not any(three.report(i)["paused"] for i in range(3))
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_with_no_engine_left_the_run_is_saved_and_ends_or_goes_on_when_one_comes_back(restarts, model, fleet, tmp_path):
+    """The only one dies. Where it may not be started again: the weights of the step, what is finished and what was under way are
+    saved, the cause is the last line, and --load goes on: each prompt is trained once."""
+    one = fleet(1)
+    words = lambda **flags: harness.flags(model, tmp_path, "run", one.urls, num_rollout=8, **QUICK, **flags)
+    killer = after(lambda: len(records(tmp_path, "trained")) >= 3, lambda: one.signal(0, signal.SIGKILL))
+    status, output = light.run("train_async.py", words(max_engine_restarts=restarts))
+    if restarts == 0:
+        assert status == 1 and time.time() - killer.acted < 15
+        assert re.search(r"error: no engine left: engine http://\S+: .*\(0 of --max-engine-restarts 0\)", output.splitlines()[-1])
+        done = len(records(tmp_path, "trained"))
+        assert f"saved after {done} steps: --load {tmp_path / 'run'}" in output and 3 <= done < 8
+        light.succeed("train_async.py", words(load=str(tmp_path / "run")))
+    else:
+        assert status == 0, output[-2000:]
+        assert states(tmp_path, 0) == ["lost", "ready", "up"]
+    check_nothing_is_lost(tmp_path, 8)
+
+
+# ---- the watchdog -----------------------------------------------------------------------------------------
+def endless_advantages(args, batch):
+    while batch["step"] == 2:
+        time.sleep(1)
+    return [0.0] * len(batch["tokens"])
+
+
+def test_a_trainer_that_makes_no_progress_ends_the_run_with_its_rank_and_its_stack(model, fleet, tmp_path):
+    status, output = light.run("train_async.py", harness.flags(model, tmp_path, "run", fleet(1).urls, watchdog_timeout=3,
+                                                               custom_advantage_path="test_faults.endless_advantages"))
+    assert status == watchdog.STATUS
+    assert "error: training rank 0: no progress for --watchdog-timeout 3 s in the training of step 2" in output
+    assert "in endless_advantages" in (tmp_path / "run" / "logs" / "training rank 0.stacks").read_text()
+    at = {r["step"]: r["time"] for r in records(tmp_path, "trained")}[1]
+    assert 3 <= os.path.getmtime(tmp_path / "run" / "logs" / "watchdog.txt") - at < 3 + 3
+
+
+def test_engines_that_make_no_progress_end_the_run_with_what_is_waited_for(model, fleet, tmp_path):
+    one = fleet(1)
+    after(lambda: len(records(tmp_path, "trained")) >= 2, lambda: one.signal(0, signal.SIGSTOP))
+    status, output = light.run("train_sync.py", harness.flags(model, tmp_path, "run", one.urls, watchdog_timeout=3,
+                                                              update_weight_timeout=300))
+    assert status == watchdog.STATUS
+    who = re.search("error: (rollout manager|training rank 0): no progress for --watchdog-timeout 3 s in the (generation|sync)", output)
+    assert re.search("in serve|in everyone|in land", (tmp_path / "run" / "logs" / f"{who.group(1)}.stacks").read_text())
+
+
+def stand(who, folder, limit):
+    """A process whose watchdog looks after itself and the others."""
+    watchdog.Watchdog(who, types.SimpleNamespace(watchdog_timeout=limit, run_dir=folder)).start()
+    time.sleep(60)
+
+
+def test_a_process_that_is_stopped_is_named_by_the_others(tmp_path):
+    context = light.server()
+    names = ("training rank 0", "training rank 1")
+    processes = [context.Process(target=stand, args=(name, str(tmp_path), 2.0)) for name in names]
+    for process in processes:
+        process.start()
+    try:
+        assert wait_for(lambda: all((tmp_path / "logs" / f"{name}.alive").exists() for name in names), 30)
+        time.sleep(1)
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        stopped = time.time()
+        processes[0].join(20)
+        assert processes[0].exitcode == watchdog.STATUS and 1 < time.time() - stopped < 6
+        assert watchdog.said(str(tmp_path / "logs"), 0).startswith("training rank 1: no sign of life for --watchdog-timeout 2 s; its process "
+                                                          f"{processes[1].pid} on ")
+        assert "in stand" in (tmp_path / "logs" / "training rank 0.stacks").read_text()
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_a_driver_that_asks_for_nothing_is_noticed(tmp_path):
+    """All others are idle, for longer than the limit: it is the driver that hangs."""
+    said = []
+    args = types.SimpleNamespace(watchdog_timeout=2.0, run_dir=str(tmp_path))
+    own = watchdog.Watchdog("driver", args, finish=said.append)
+    own.started = time.time() - 10
+    (tmp_path / "logs").mkdir()
+    other = watchdog.Watchdog("rollout manager", args)
+    other.sign()
+    assert own.problem() is None
+    other.last -= 3
+    other.sign()
+    assert own.problem() == "driver: has asked nobody for anything for --watchdog-timeout 2 s"
+    with other.at("the generation for step 3"):
+        other.sign()
+        assert own.problem() is None
+
+
+# ---- training ranks ---------------------------------------------------------------------------------------
+def test_a_training_rank_that_dies_ends_the_run_with_its_rank_and_a_resume_goes_on(model, fleet, tmp_path):
+    """One of two ranks is killed in a step: the other one must not wait for it for --distributed-timeout, and the resumed run
+    trains each prompt once."""
+    one = fleet(1)
+    words = lambda **flags: harness.flags(model, tmp_path, "run", one.urls, num_rollout=6, save_interval=2,
+                                          actor_num_gpus_per_node=2, distributed_timeout=300, **flags)
+
+    def kill():
+        with open(tmp_path / "run" / "logs" / "training rank 1.alive") as f:
+            os.kill(json.load(f)["pid"], signal.SIGKILL)
+
+    killer = after(lambda: len(records(tmp_path, "trained")) >= 3, kill)
+    status, output = harness.run("train_async.py", words(), timeout=120)
+    assert status == 1 and time.time() - killer.acted < 30
+    assert re.search(r"error: RuntimeError: training rank 1 has died: ", output.splitlines()[-1]), output[-2000:]
+    harness.succeed("train_async.py", words(load=str(tmp_path / "run")))
+    check_nothing_is_lost(tmp_path, 6)
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------
+def tiny(script, words, **options):
+    return light.run(script, words, worker=light.TinyWorker, **options)
+
+
+def small_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))       # then a write fails half-way, as on a full disk
+
+
+def test_a_checkpoint_that_does_not_fit_the_disk_or_was_cut_off_is_left_aside(model, fleet, tmp_path):
+    """A save that fails half-way ends the run with the reason, and leaves the one before; of those that are there, a truncated one
+    is named and the one before it is loaded; at most --keep-checkpoints stay."""
+    one = fleet(1, lengths="2", unit_seconds=0.0)
+    words = lambda **flags: harness.flags(model, tmp_path, "run", one.urls, num_rollout=8, save_interval=1, keep_checkpoints=3, **flags)
+    saved = lambda: sorted(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step_*") if path.suffix != ".tmp")
+    status, output = tiny("train_sync.py", [*words(), "--no-record"], prepare=small_files)
+    assert status == 1 and "File too large" in output.splitlines()[-1]
+    kept = saved()
+    assert 1 <= len(kept) <= 3 and kept[-1] < 8
+    status, output = tiny("train_sync.py", [*words(load=str(tmp_path / "run")), "--no-record"])
+    assert status == 0, output[-2000:]
+    assert saved() == [6, 7, 8]
+    file = tmp_path / "run" / "checkpoints" / "step_0000008" / "rank_00000.pt"
+    os.truncate(file, file.stat().st_size - 1)
+    status, output = tiny("train_sync.py", [*words(load=str(tmp_path / "run"))[:-2], "--no-record", "--load", str(tmp_path / "run")])
+    assert status == 0 and f"warning: checkpoint {file.parent} is not whole and is left aside" in output
+    check_nothing_is_lost(tmp_path, 8)
+    assert [r["step"] for r in Ledger.read(str(tmp_path / "run" / "ledger.jsonl")) if r["event"] == "resume"] == [kept[-1], 7]
+
+
+def test_data_that_were_changed_between_save_and_resume_are_noticed(model, fleet, tmp_path):
+    """One letter in one row of two hundred."""
+    data = tmp_path / "data.jsonl"
+    shutil.copy(os.path.join(model, "train.jsonl"), data)
+    words = lambda **flags: harness.flags(model, tmp_path, "run", fleet(1).urls, save_interval=1, prompt_data=str(data), **flags)
+    status, output = tiny("train_sync.py", words(num_rollout=2))
+    assert status == 0, output[-2000:]
+    lines = data.read_text().splitlines(True)
+    lines[7] = lines[7].replace("+", "-")
+    data.write_text("".join(lines))
+    status, output = tiny("train_sync.py", words(num_rollout=4, load=str(tmp_path / "run")))
+    assert status == 1 and "error: --prompt-data (bytes of the file): the checkpoint has" in output.splitlines()[-1]
+
+
+# ---- who may speak to whom --------------------------------------------------------------------------------
+def test_engines_want_the_key_and_get_it(model, fleet, tmp_path):
+    urls = fleet(1, api_key="secret").urls
+    status, output = tiny("train_sync.py", [*harness.flags(model, tmp_path, "run", urls, num_rollout=1), "--sglang-api-key", "secret"])
+    assert status == 0, output[-2000:]
+    assert "secret" not in (tmp_path / "run" / "args.json").read_text()
+    status, output = tiny("train_sync.py", harness.flags(model, tmp_path, "other", urls, num_rollout=1))
+    assert status == 1 and "HTTP 401" in output.splitlines()[-1]
+
+
+def test_nothing_that_is_loaded_can_run_code_and_nothing_listens_to_the_world(tmp_path):
+    """No pickle among the imports, no torch.load and numpy.load that would take one, no eval; a batch's file with an object in it
+    is refused; and the address of an engine is loopback."""
+    for path in glob.glob(os.path.join(harness.ROOT, "*.py")) + glob.glob(os.path.join(harness.ROOT, "sglang_ext", "*.py")):
+        for node in ast.walk(ast.parse(open(path).read())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None)]
+                assert not {"pickle", "cloudpickle", "dill", "marshal", "shelve"} & set(names), path
+            if isinstance(node, ast.Call):
+                called, given = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+                assert called not in ("eval", "exec", "os.system"), path
+                assert called != "torch.load" or given.get("weights_only") == "True", path
+                assert called != "np.load" or given.get("allow_pickle") == "False", path
+            assert not (isinstance(node, ast.Constant) and node.value in ("0.0.0.0", "::")), path
+    np.savez(tmp_path / "bad.npz", groups=np.array([print], dtype=object))
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        load_groups(str(tmp_path / "bad.npz"))
+    argv, _ = server_command(types.SimpleNamespace(device="cpu", rollout_num_gpus_per_engine=1, bf16=False, seed=1, sglang_args=[],
+                                                   colocate=False), "/model", 1)
+    assert argv[argv.index("--host") + 1] == free_address()[0] == "127.0.0.1"
+
+
+# ---- fingerprints -----------------------------------------------------------------------------------------
+def test_the_fingerprints_see_a_swapped_pair_one_bit_and_a_version_behind():
+    draw = torch.Generator().manual_seed(0)
+    trained = {name: torch.randn(shape, generator=draw) for name, shape in (("q", (8, 6)), ("k", (8, 6)), ("norm", (6,)))}
+    expected = {name: (tuple(t.shape), fingerprint(t)) for name, t in trained.items()}
+
+    def held(**changes):
+        return [{f"{name}|0:{8 if t.dim() == 2 else 1}|0:6": f"{fingerprint(t):016x}" for name, t in {**trained, **changes}.items()}]
+
+    check_fingerprints(expected, held(), "e")
+    one_bit, rows = trained["q"].clone(), trained["q"][[1, 0, *range(2, 8)]]
+    one_bit.view(torch.int32)[5, 3] ^= 1
+    for changes, wrong in ((dict(q=trained["k"], k=trained["q"]), "2 of 3"), (dict(q=one_bit), "1 of 3"), (dict(q=rows), "1 of 3"),
+                           ({name: t * 0.999 for name, t in trained.items()}, "3 of 3")):
+        with pytest.raises(RuntimeError, match=f"{wrong} "):
+            check_fingerprints(expected, held(**changes), "e")
+
+
+# ---- input ------------------------------------------------------------------------------------------------
+ODD = ("", " ", "\u0000", "a\ud800".encode("utf-8", "replace").decode(), "\U0001f600" * 50, "x" * 20000, "'\"\\\n\r\u2028", "-1", "nan", "\u202eevil")
+NESTED = (None, 0, 1.5, True, [], {}, [[1]], {"a": {"b": [1]}}, [{"role": "user", "content": "1+1="}], [{"role": 3}])
+
+
+def test_fuzzed_rows_are_prompts_or_errors_of_one_line(model, tmp_path):
+    """Random columns with odd text, nested and missing values: a row is a prompt, or a ValueError that names row and flag."""
+    from transformers import AutoTokenizer
+    tokenizer, draw, seen = AutoTokenizer.from_pretrained(model), random.Random(0), Counter()
+    for number in range(30):
+        path, kind = tmp_path / f"{number}.jsonl", draw.choice(("text", "odd", "nested", "mixed", "missing"))
+        value = {"text": lambda: "1+1=", "odd": lambda: draw.choice(ODD), "nested": lambda: draw.choice(NESTED[:-2]),
+                 "mixed": lambda: draw.choice((*ODD, *NESTED)), "missing": lambda: "1"}[kind]
+        rows = [{"prompt": value(), "label": draw.choice(ODD), "metadata": {"n": number}} for _ in range(5)]
+        gone = draw.choice(list(rows[0]))
+        for row in rows if kind == "missing" else ():
+            del row[gone]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        args = types.SimpleNamespace(input_key="prompt", label_key="label", metadata_key="metadata", custom_rm_path=None,
+                                     apply_chat_template=False)
+        try:
+            found = PromptRows(str(path), args, tokenizer)
+        except ValueError as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+            seen["file refused"] += 1
+            continue
+        for i in range(len(found)):
+            try:
+                row = found[i]
+                assert isinstance(row["prompt"], str) and all(isinstance(t, int) for t in row["prompt_tokens"])
+                assert row["prompt"] == rows[i]["prompt"] and isinstance(row["metadata"], dict)
+                seen["row"] += 1
+            except ValueError as error:
+                assert f"row {i}" in str(error) and "\n" not in str(error)
+                seen["row refused"] += 1
+    assert min(seen["file refused"], seen["row"], seen["row refused"]) > 2, seen
+
+
+def test_fuzzed_flags_are_taken_or_refused_in_one_line(model, tmp_path, capsys):
+    """Every flag that takes a number or a word, with values that nobody means. Never a trace, and a refused run leaves nothing."""
+    flags, draw, refused = [], random.Random(1), 0
+    with open(os.path.join(harness.ROOT, "args.py")) as f:
+        flags = re.findall(r'g\.add_argument\("--([a-z0-9-]+)"', f.read())
+    for number, flag in enumerate(draw.sample(flags, 60)):
+        value = draw.choice(("nan", "-1", "0", "1e400", "9" * 30, "\u00bd", "", "a b", "../../etc", "1,2", "inf", "-inf"))
+        name = f"fuzz{number}"
+        try:
+            parse_args([*harness.flags(model, tmp_path, name), f"--{flag}={value}"], "train_fully_async.py")
+        except SystemExit as end:
+            refused += 1
+            said = capsys.readouterr().err.strip().splitlines()
+            assert end.code == 2 and "error: " in said[-1] and len(said) <= 2, (flag, value, said)
+            assert not os.path.exists(tmp_path / name), (flag, value)
+    assert refused > 30
+
+
+def test_a_folder_that_cannot_be_written_is_named(model, capsys):
+    with pytest.raises(SystemExit):
+        parse_args(harness.flags(model, "/proc/nowhere", "run"))
+    assert "/proc/nowhere" in capsys.readouterr().err.strip().splitlines()[-1]

@@ -144,6 +144,86 @@ def test_a_5xx_is_retried_and_the_sample_is_whole(make, servers):
     assert all(len(s.response_tokens) == 5 for g in groups for s in g.samples)
 
 
+@pytest.mark.drill
+def test_a_busy_engine_is_asked_again_when_it_says_so(make, servers):
+    """429 and 503 are no failures: more of them than --max-sample-retries lose nothing, and Retry-After is kept to."""
+    for status in (429, 503):
+        manager = make({"refuse": 24, "status": status, "retry_after": 0.4}, generate_timeout=20)
+        before, refused = time.time(), counter(servers[0])["refused"]
+        groups, counts = run(manager.next_groups(0), manager)
+        assert 1.2 <= time.time() - before < 10 and counter(servers[0])["refused"] - refused == 24      # 8 samples, 3 times each
+        assert drops(manager) == [] and all(len(s.response_tokens) == 5 for g in groups for s in g.samples)
+
+
+@pytest.mark.drill
+def test_an_engine_that_is_busy_for_ever_drops_the_group_after_the_time_limit(make):
+    manager = make({"refuse": 10 ** 6, "status": 429, "retry_after": 0.2}, generate_timeout=1, max_filter_rounds=0.5)
+    before = time.time()
+    with pytest.raises(RuntimeError, match="only 0 of 4 accepted"):
+        run(manager.next_groups(0), manager)
+    assert time.time() - before < 10
+    assert "is busy (429 or 503) for --generate-timeout 1 s" in drops(manager)[0]
+
+
+@pytest.mark.drill
+def test_an_engine_that_talks_nonsense_is_lost_and_another_one_gets_its_samples(make, servers):
+    """16 wrong answers in a row, and no good one between. --max-sample-retries 5: eight samples at most come to it."""
+    manager = make({}, engines=2, max_sample_retries=5, rollout_batch_size=8, max_engine_restarts=0)
+    requests.post(f"{servers[1]}/script", json={"answers": "nan_logprobs"}, timeout=10)
+    groups, _ = run(manager.next_groups(0), manager)
+    assert len(groups) == 8 and drops(manager) == []
+    assert [lane.state for lane in manager.fleet.lanes] == ["up", "gone"]
+    assert "answered wrongly 16 times in a row" in manager.fleet.lanes[1].why
+
+
+@pytest.mark.drill
+def test_a_lost_engine_frees_its_requests_at_once_and_they_keep_their_tokens(make, servers):
+    """Samples with tokens of an earlier turn, whose engine hangs: they go on at the other one, from these tokens."""
+    calls.clear()
+    manager = make({"lengths": "5", "unit_seconds": 0.02}, engines=2, custom_generate_function_path="test_rollout.two_turns",
+                   rollout_max_response_len=20, generate_timeout=60)
+    lane = manager.fleet.lanes[1]
+
+    async def hang_in_the_second_turn():
+        generation = asyncio.create_task(manager.next_groups(0))
+        while not calls:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(requests.post, f"{servers[1]}/script", json={"hang": 100}, timeout=10)
+        await asyncio.sleep(0.3)
+        lost = time.time()
+        manager.fleet.lose(lane, "engine: hangs")
+        groups, _ = await generation
+        return groups, time.time() - lost
+
+    groups, seconds = run(hang_in_the_second_turn(), manager)
+    assert seconds < 3 and len(calls) == len(set(calls)) == 8 and drops(manager) == []
+    assert all(s.loss_mask == [1] * 5 + [0] * 3 + [1] * 5 for g in groups for s in g.samples)
+
+
+@pytest.mark.drill
+def test_control_calls_are_answered_within_a_second_beside_thousands_of_requests(make, servers):
+    manager = make({"lengths": "4", "unit_seconds": 2.0}, rollout_batch_size=500, n_samples_per_prompt=4,
+                   sglang_server_concurrency=4000, generate_timeout=60, max_filter_rounds=100)
+
+    async def control():
+        generation = asyncio.create_task(manager.next_groups(0))
+        while counter(servers[0])["in_flight"] < 2000:
+            await asyncio.sleep(0.2)
+        seconds = []
+        for verb in ("health", "info", "checksums"):
+            before = time.time()
+            await manager.fleet.call(manager.fleet.lanes[0], verb)
+            seconds.append(time.time() - before)
+        before = time.time()
+        await manager.say_abort(manager.fleet.lanes[0], "nobody")
+        seconds.append(time.time() - before)
+        generation.cancel()
+        await asyncio.gather(generation, return_exceptions=True)
+        return seconds
+
+    assert max(run(control(), manager)) < 1.0
+
+
 def test_a_request_that_fails_for_ever_drops_its_group_and_then_ends_the_run(make):
     manager = make({"refuse": 10 ** 6, "status": 502}, max_filter_rounds=2)
     with pytest.raises(RuntimeError, match=r"groups drawn .* only 0 of 4 accepted: .*dropped_error"):
@@ -231,18 +311,18 @@ def refused_reward(args, sample):
     raise ConnectionRefusedError("the checker is away")
 
 
-async def two_turns(args, sample, generate):
+async def two_turns(args, sample, agent):
     """A turn, three tool tokens, a turn; called again after an abort it goes on where the tokens say it was."""
     if 0 not in sample.loss_mask:
-        await generate(sample)
+        await agent.generate(sample)
         calls.append(sample.name)
         sample.append([7, 8, 9], [0.0] * 3, sample.version_runs[-1][0], mask=0)
-    await generate(sample)
+    await agent.generate(sample)
 
 
-async def endless(args, sample, generate):
+async def endless(args, sample, agent):
     await asyncio.sleep(60 if sample.group_id == 0 else 0)
-    await generate(sample)
+    await agent.generate(sample)
 
 
 def test_async_rewards_run_in_parallel(make):
@@ -402,4 +482,5 @@ def test_evaluation_is_a_mean_over_all_rows(make, model):
                    eval_prompt_data=["sums", os.path.join(model, "eval.jsonl")], eval_interval=1)
     results = run(manager.evaluate(), manager)
     assert 0 < results.pop("seconds") < 5 and time.time() - 5 < results.pop("started") < time.time()
-    assert results == {"version": 0, "sums/reward": 11.0, "sums/response_len": 5.0, "sums/truncated": 0.0}
+    assert results == {
+        "version": 0, "sums/reward": 11.0, "sums/response_len": 5.0, "sums/truncated": 0.0, "sums/pass@1": 1.0, "sums/pass@2": 1.0}

@@ -16,10 +16,14 @@ from buffer import Ledger
 def test_kill_9_with_a_real_engine_and_resume(tmp_path):
     """The server dies with the run, and the resumed run trains every prompt exactly once. OFFBEAT_STACK_KILLS=6 asks for more
     kills than one, each at the n-th record of a kind behind a save."""
-    model, draw, out = harness.make_model(tmp_path), random.Random(0), tmp_path / "runs"
+    kill_and_resume(tmp_path, int(os.environ.get("OFFBEAT_STACK_KILLS", 1)))
+
+
+def kill_and_resume(folder, kills):
+    model, draw, out = harness.make_model(folder), random.Random(0), folder / "runs"
     settings, load = dict(num_rollout=12, save_interval=2, lr=1e-3), {}
     path = str(out / "cut" / "ledger.jsonl")
-    for _ in range(int(os.environ.get("OFFBEAT_STACK_KILLS", 1))):
+    for _ in range(kills):
         event, count, before = draw.choice(("draw", "submit", "finish", "batch", "trained", "sync")), draw.randint(1, 4), None
 
         def come():
