@@ -113,7 +113,7 @@ class Tracker:
         """The trainer's log-probs of the batch, float32 end to end in the order of its file, beside that file."""
         if logprobs is not None:
             os.makedirs(os.path.dirname(self.args.record_path), exist_ok=True)
-            np.save(self.args.record_path.format(step=step).replace(".npz", ".trainer.npy"), logprobs)
+            np.save(self.args.record_path.format(step=step).replace(".npz", ".trainer.npy"), np.asarray(logprobs))
 
     def check_parity(self, step, row):
         mismatch, args = row.get("parity/mismatch", 0.0), self.args
