@@ -6,16 +6,18 @@ Nothing changes args afterwards.
 
 import argparse
 import glob
-import importlib
+import importlib.util
 import inspect
 import json
 import math
 import os
+import re
 import sys
 import time
 
 from buffer import Ledger
 from data import GYM, load_rows
+from plan import known_config
 from rewards import REWARDS
 
 
@@ -49,7 +51,7 @@ def parse_args(argv=None, script="train_async.py"):
 def show_defaults(parser):
     """Names after each flag its default, where it has one that says something."""
     for action in parser._actions:
-        if action.default not in (None, False, [], argparse.SUPPRESS):
+        if action.default not in (None, False, [], {}, argparse.SUPPRESS):
             action.help += f" [{'yes' if action.default is True else action.default}]"
         if action.type in (int, float) and not action.choices:
             action.metavar = action.metavar or "N"
@@ -68,7 +70,15 @@ def add_run(parser):
     g.add_argument("--num-rollout", type=int, help="number of steps (or --num-epoch)")
     g.add_argument("--num-epoch", type=int, help="end when the data were drawn this often")
     g.add_argument("--seed", type=int, default=1234, help="seed of data order, sampling and dropout")
+    g.add_argument("--dry-run", action="store_true", help="print layout, batch and memory, and start nothing; neither data nor weights "
+                   "need be here: --hf-checkpoint Qwen3-8B is known by its name")
+    g.add_argument("--gpu-memory-gb", type=float, default=141, help="memory of a GPU in --dry-run: an H200's")
     g.add_argument("--use-tensorboard", action="store_true", help="also write TensorBoard files to RUN/tensorboard")
+    g.add_argument("--use-wandb", action="store_true", help="also write to Weights & Biases (pip install wandb)")
+    g.add_argument("--wandb-mode", choices=("online", "offline", "disabled"), default="online",
+                   help="offline: files in RUN/wandb, for `wandb sync`")
+    g.add_argument("--wandb-project", default="offbeat", help="project of the run there")
+    g.add_argument("--wandb-group", help="group of the run there")
 
 
 def add_cluster(parser):
@@ -108,12 +118,14 @@ def add_model(parser):
 
 def add_data(parser):
     g = parser.add_argument_group("data")
-    g.add_argument("--prompt-data", metavar="FILE", help="prompts: JSONL, JSON or Parquet, a hub data set's name, or "
-                   "reasoning-gym:TASK?size=500&seed=1")
+    g.add_argument("--prompt-data", metavar="FILE", help="prompts: JSONL, JSON or Parquet; a data set of the Hugging Face hub, "
+                   "like openai/gsm8k?name=main&split=test; or reasoning-gym:TASK?size=500&seed=1")
     g.add_argument("--input-key", default="prompt", help="column of the prompt: a text or a list of chat messages")
     g.add_argument("--label-key", default="label", help="column of the reference answer")
     g.add_argument("--metadata-key", help="column of a dict that rewards and tools may read")
     g.add_argument("--apply-chat-template", action="store_true", help="render prompts with the tokenizer's template")
+    g.add_argument("--apply-chat-template-kwargs", type=json_dict, default={}, metavar="JSON",
+                   help="what the template takes beside messages, like {\"enable_thinking\": false}")
     g.add_argument("--rollout-shuffle", action=argparse.BooleanOptionalAction, default=True,
                    help="new order in each epoch, from --seed + epoch")
     g.add_argument("--rollout-max-prompt-len", type=int, default=1024, help="longer prompts are dropped, and counted")
@@ -140,10 +152,15 @@ def add_rollout(parser):
                    help="own filter: f(args, samples) -> True to keep, or a reason to drop")
     g.add_argument("--max-filter-rounds", type=float, default=10, help="give up after dropping this many batches to fill one")
     g.add_argument("--rm-type", choices=sorted(REWARDS), default="exact", help="a reward of rewards.py")
+    g.add_argument("--rm-url", help="--rm-type remote_rm: a service that is POSTed prompt, response, label and metadata, and "
+                   "answers with a number")
+    g.add_argument("--rm-regex", metavar="PATTERN", help="--rm-type regex: its last match in the answer, or the group in it, "
+                   "must be the label")
     g.add_argument("--custom-rm-path", metavar="MODULE.FUNCTION", help="own reward: f(args, sample) -> float; may be async")
-    g.add_argument("--group-rm", action="store_true", help="the reward takes a group's samples and returns a list")
+    g.add_argument("--group-rm", action="store_true",
+                   help="--custom-rm-path takes a group's samples and returns a list")
     g.add_argument("--custom-generate-function-path", metavar="MODULE.FUNCTION",
-                   help="own generation: async f(args, sample, generate) -> None")
+                   help="own generation, of several turns with tools: async f(args, sample, agent), see agent.py")
     g.add_argument("--max-sample-retries", type=int, default=3, help="tries of a request before its group is dropped")
     g.add_argument("--generate-timeout", type=float, default=1800, help="seconds that one request may take")
     g.add_argument("--reward-timeout", type=float, default=60, help="seconds that one reward may take")
@@ -153,8 +170,11 @@ def add_eval(parser):
     g = parser.add_argument_group("evaluation")
     g.add_argument("--eval-interval", type=int, help="evaluate every so many versions, and at the start and the end")
     g.add_argument("--eval-prompt-data", nargs="+", default=[], metavar="NAME FILE", help="pairs: NAME FILE ...")
-    g.add_argument("--n-samples-per-eval-prompt", type=int, default=1, help="samples of an evaluation prompt")
+    g.add_argument("--n-samples-per-eval-prompt", type=int, default=1, help="samples of an evaluation prompt; above 1 with "
+                   "pass@k, where a reward of at least 1 is a pass")
     g.add_argument("--eval-temperature", type=float, help="default: --rollout-temperature; 0 is greedy")
+    g.add_argument("--eval-top-p", type=float, help="default: --rollout-top-p")
+    g.add_argument("--eval-top-k", type=int, help="default: --rollout-top-k")
     g.add_argument("--eval-max-response-len", type=int, help="default: --rollout-max-response-len")
     g.add_argument("--skip-eval-before-train", action="store_true", help="no evaluation of version 0")
     g.add_argument("--eval-only", action="store_true", help="evaluate the loaded weights and stop")
@@ -308,6 +328,14 @@ def add_debug(parser):
     g.add_argument("--load-debug-rollout-data", metavar="PATH", help="read each batch instead of generating it")
 
 
+def json_dict(text):
+    """argparse's type of a flag that takes a JSON object."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
 def parse_bounds(text, flag):
     """'2.0' -> (None, 2.0); '0.5_2.0' -> (0.5, 2.0). ValueError for anything else."""
     try:
@@ -388,6 +416,8 @@ def derive(args, script):
         args.max_lag = 1 if script == "train_async.py" else 0
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     args.eval_temperature = args.rollout_temperature if args.eval_temperature is None else args.eval_temperature
+    args.eval_top_p = args.rollout_top_p if args.eval_top_p is None else args.eval_top_p
+    args.eval_top_k = args.rollout_top_k if args.eval_top_k is None else args.eval_top_k
     args.eval_max_response_len = args.eval_max_response_len or args.rollout_max_response_len
     args.critic_load = args.critic_load or args.hf_checkpoint
     args.critic_lr = args.lr if args.critic_lr is None else args.critic_lr
@@ -442,12 +472,12 @@ def check_ranges(args):
     """Bounds of the numbers that are not counts; nan fails them all."""
     ranges = {"lr": (0, 10), "min_lr": (0, 10), "weight_decay": (0, 10), "adam_beta1": (0, 1), "adam_beta2": (0, 1),
               "adam_eps": (0, 1), "clip_grad": (0, math.inf), "eps_clip": (0, 1), "eps_clip_high": (0, 100),
-              "rollout_temperature": (0, 100), "eval_temperature": (0, 100), "rollout_top_p": (0, 1), "kl_coef": (0, 100),
-              "kl_loss_coef": (0, 100), "entropy_coef": (-10, 10), "lr_warmup_iters": (0, math.inf), "max_lag": (0, math.inf),
-              "staleness_threshold": (0, 1000), "sglang_port": (1, 65535), "rollout_max_prompt_len": (1, math.inf),
-              "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
+              "rollout_temperature": (0, 100), "eval_temperature": (0, 100), "rollout_top_p": (0, 1), "eval_top_p": (0, 1),
+              "kl_coef": (0, 100), "kl_loss_coef": (0, 100), "entropy_coef": (-10, 10), "lr_warmup_iters": (0, math.inf),
+              "max_lag": (0, math.inf), "staleness_threshold": (0, 1000), "sglang_port": (1, 65535),
+              "rollout_max_prompt_len": (1, math.inf), "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
               "parity_warn": (0, math.inf), "parity_max": (0, math.inf), "overlong_penalty_factor": (0, 100),
-              "loss_scale_factor": (1e-6, math.inf), "critic_lr": (0, 10), "value_clip": (0, math.inf), "gamma": (0, 1),
+              "loss_scale_factor": (1e-6, math.inf), "gpu_memory_gb": (1, 10000), "critic_lr": (0, 10), "value_clip": (0, math.inf), "gamma": (0, 1),
               "lambd": (0, 1), "max_engine_restarts": (0, math.inf)}
     limits = ("engine_start_timeout", "distributed_timeout", "generate_timeout", "reward_timeout", "update_weight_timeout",
               "watchdog_timeout", "rollout_health_check_interval", "rollout_health_check_timeout")
@@ -502,7 +532,8 @@ def check_needs(args):
                         ("overlong_penalty_factor", "overlong_buffer_len"), ("rollout_is_threshold", "rollout_is"),
                         ("rollout_is_batch_normalize", "rollout_is"), ("rollout_rs", "rollout_rs_threshold"),
                         ("rollout_rs_threshold", "rollout_rs"), ("rs_denominator", "rollout_rs"),
-                        ("mask_offpolicy_in_partial_rollout", "partial_rollout"), ("parity_max", "parity_interval")):
+                        ("mask_offpolicy_in_partial_rollout", "partial_rollout"), ("parity_max", "parity_interval"),
+                        ("wandb_group", "use_wandb")):
         if given(name) and not given(other) and getattr(args, name) != args.recorded.get("flags", {}).get(name):
             raise ValueError(f"--{name.replace('_', '-')} needs --{other.replace('_', '-')}")
     critic = args.critic_load or args.critic_lr is not None or args.gamma != 1 or args.lambd != 1
@@ -535,10 +566,10 @@ def check_batches(args):
 
 
 def check_model(args):
-    config = read_config(args.hf_checkpoint, "--hf-checkpoint")
-    if args.use_reference:
+    config = read_config(args.hf_checkpoint, "--hf-checkpoint", args.dry_run)
+    if args.use_reference and not args.dry_run:
         read_config(args.ref_load, "--ref-load")
-    if args.advantage_estimator == "ppo":
+    if args.advantage_estimator == "ppo" and not args.dry_run:
         read_config(args.critic_load, "--critic-load")
     longest = max(args.rollout_max_response_len, args.eval_max_response_len)
     positions = config.get("max_position_embeddings", math.inf)
@@ -558,9 +589,12 @@ def check_model(args):
             raise ValueError(f"the model's {name} = {config[name]} does not divide by the parallel size {size}")
 
 
-def read_config(path, flag):
-    """config.json of a Hugging Face directory as a dict. ValueError when it is not there or of an unknown architecture."""
+def read_config(path, flag, by_name=False):
+    """config.json of a Hugging Face directory as a dict; of a known model by its name, where that may be. ValueError when it is
+    not there or of an unknown architecture."""
     file = os.path.join(path, "config.json")
+    if by_name and not os.path.exists(file) and (config := known_config(path)):
+        return config
     if not os.path.exists(file):
         raise ValueError(f"{flag} {path}: there is no config.json; give a Hugging Face model directory")
     with open(file) as f:
@@ -580,12 +614,13 @@ def check_data(args):
         raise ValueError("--eval-interval and --eval-only need --eval-prompt-data NAME FILE")
     args.eval_sets = list(zip(args.eval_prompt_data[::2], args.eval_prompt_data[1::2]))   # derived
     paths = [args.prompt_data or "", *(path for _, path in args.eval_sets)]
+    check_reward(args)
     if args.rm_type == "reasoning_gym" and not args.custom_rm_path and not all(path.startswith(GYM) for path in paths if path):
         raise ValueError("--rm-type reasoning_gym scores the tasks of reasoning-gym only: --prompt-data reasoning-gym:TASK, and "
                          "--eval-prompt-data alike")
-    for name, path in args.eval_sets:
+    for name, path in args.eval_sets if not args.dry_run else ():
         load_rows(path, args, f"--eval-prompt-data {name}")
-    if args.prompt_data:
+    if args.prompt_data and not args.dry_run:
         rows = len(load_rows(args.prompt_data, args, "--prompt-data"))
         if args.num_epoch:   # derived: the step at which the data end, unless --num-rollout comes first
             steps = rows * args.num_epoch // args.groups_per_step
@@ -595,6 +630,26 @@ def check_data(args):
             args.num_rollout = min(args.num_rollout or steps, steps)
     args.num_updates = (args.num_rollout or 0) * args.samples_per_step // args.global_batch_size   # derived
     args.lr_decay_iters = args.lr_decay_iters or args.num_updates
+
+
+def check_reward(args):
+    for flag, rm_type in (("rm_url", "remote_rm"), ("rm_regex", "regex")):
+        used = args.rm_type == rm_type and not args.custom_rm_path
+        if used != bool(getattr(args, flag)):
+            raise ValueError(f"--{flag.replace('_', '-')} and --rm-type {rm_type} belong together")
+    if args.rm_type == "math" and not args.custom_rm_path and importlib.util.find_spec("math_verify") is None:
+        raise ValueError("--rm-type math needs the package math-verify: pip install math-verify")
+    if args.rm_url and not args.rm_url.startswith(("http://", "https://")):
+        raise ValueError(f"--rm-url {args.rm_url}: wants http://HOST:PORT/PATH")
+    if args.rm_regex:
+        try:
+            groups = re.compile(args.rm_regex).groups
+        except re.error as error:
+            raise ValueError(f"--rm-regex {args.rm_regex}: {error}") from None
+        if groups > 1:
+            raise ValueError(f"--rm-regex {args.rm_regex} has {groups} groups: at most one, which is the answer")
+    if args.group_rm and not args.custom_rm_path:
+        raise ValueError("--group-rm needs --custom-rm-path: the rewards of --rm-type look at one sample")
 
 
 def check_combinations(args):
@@ -680,16 +735,19 @@ def check_gpus(args):
 
 def nodes_needed(args):
     """Nodes for disjoint training and rollout GPUs. With t training and r rollout GPUs on a node of p, on tn and rn nodes:
-    max(tn, rn) if t + r <= p, else tn + rn."""
-    t, p, rollout = args.actor_num_gpus_per_node, args.num_gpus_per_node, args.rollout_num_gpus
+    max(tn, rn) if t + r <= p, else tn + rn; engines are spread over as many nodes as makes that least."""
+    t, p, tn, size = args.actor_num_gpus_per_node, args.num_gpus_per_node, args.actor_num_nodes, args.rollout_num_gpus_per_engine
     if args.colocate:
-        return args.actor_num_nodes
-    rollout_nodes = math.ceil(rollout / p)
-    r = math.ceil(rollout / rollout_nodes)
-    return max(args.actor_num_nodes, rollout_nodes) if t + r <= p else args.actor_num_nodes + rollout_nodes
+        return tn
+    engines = args.rollout_num_gpus // size
+    fewest = math.ceil(engines / (p // size))
+    spread = {rn: math.ceil(engines / rn) * size for rn in range(fewest, max(fewest, min(engines, tn)) + 1)}
+    return min(max(tn, rn) if t + r <= p else tn + rn for rn, r in spread.items())
 
 
 def check_hooks(args):
+    if args.use_wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError("--use-wandb: the package is not installed here: pip install wandb")
     for flag, count in (("custom_rm_path", 2), ("dynamic_sampling_filter_path", 2), ("custom_generate_function_path", 3),
                         ("custom_advantage_path", 2), ("custom_loss_path", 3), ("custom_sampler_path", 3)):
         if getattr(args, flag):
@@ -724,4 +782,5 @@ def check_folders(args):
                          + (f", or go on with --load {args.run_dir}" if saved else ""))
     if args.save_hf and os.path.exists(args.save_hf):
         raise ValueError(f"--save-hf {args.save_hf} is there already")
-    os.makedirs(args.run_dir, exist_ok=True)
+    if not args.dry_run:
+        os.makedirs(args.run_dir, exist_ok=True)

@@ -13,13 +13,29 @@ DTYPES = (np.int32, np.int32, np.int8, np.float32)      # of FLAT_LISTS
 
 
 def make_batch(args, step, groups):
-    """Groups -> columns. Every list has one entry for each sample: S = groups x n, in the order of the groups."""
-    samples = [sample for group in groups for sample in group.samples]
-    return {"step": step,
-            "group_ids": [s.group_id for s in samples],
+    """Groups -> columns. Every list has one entry for each sample: S = groups x n, in the order of the groups. `update_sizes`:
+    how many of them each optimizer step takes.
+
+    With further samples of an attempt (agent loop) S is larger: they stand behind its first, and `shares` [S], 1 / samples of
+    the attempt, lets it weigh as one in its group. A step still takes --global-batch-size attempts; where their samples do not
+    divide by the data-parallel ranks, copies without any loss fill up, each in a group of its own below 0.
+    """
+    attempts = [[s for s in group.samples if s.index == attempt.index] for group in groups for attempt in group.attempts]
+    samples, shares, update_sizes, filled = [], [], [], []
+    for i in range(0, len(attempts), args.global_batch_size):
+        chosen = attempts[i:i + args.global_batch_size]
+        own = [s for attempt in chosen for s in attempt]
+        filling = [min(own, key=lambda s: len(s.prompt_tokens) + len(s.response_tokens))] * (-len(own) % args.data_parallel_size)
+        filled += range(len(samples) + len(own), len(samples) + len(own) + len(filling))
+        samples += own + filling
+        shares += [1 / len(attempt) for attempt in chosen for _ in attempt] + [1.0] * len(filling)
+        update_sizes.append(len(own) + len(filling))
+    filled = set(filled)
+    return {"step": step, "update_sizes": update_sizes, "shares": shares,
+            "group_ids": [-1 - i if i in filled else s.group_id for i, s in enumerate(samples)],
             "tokens": [np.array(s.prompt_tokens + s.response_tokens, dtype=np.int64) for s in samples],
             "response_lengths": [len(s.response_tokens) for s in samples],
-            "loss_mask": [loss_mask(args, step, s) for s in samples],
+            "loss_mask": [loss_mask(args, step, s) * (i not in filled) for i, s in enumerate(samples)],
             "rollout_logprobs": [np.array(s.rollout_logprobs, dtype=np.float32) for s in samples],
             "rewards": [s.reward for s in samples],
             "columns": own_columns(samples),
@@ -62,7 +78,13 @@ def batch_metrics(args, step, groups):
     lags = Counter()                               # lag -> tokens
     for version, count in (run for s in samples for run in s.version_runs):
         lags[step - version] += count
-    return {"rollout/reward": float(np.mean([s.reward for s in samples])),
+    talks = [s for s in samples if s.messages]
+    talking = {"rollout/turns": float(np.mean([1 + sum(m["role"] == "assistant" for m in s.messages) for s in talks])),
+               "rollout/template_mismatch": float(np.mean([s.mismatch.startswith("text") for s in talks])),
+               "rollout/retokenized": float(np.mean([s.mismatch == "tokens" for s in talks]))} if talks else {}
+    rewards = [s.reward for s in samples if s.part == 0]
+    return {"rollout/reward": float(np.mean(rewards)), "rollout/reward_min": min(rewards), "rollout/reward_max": max(rewards),
+            **talking,
             "rollout/response_len": float(np.mean([len(s.response_tokens) for s in samples])),
             "rollout/response_len_max": max(len(s.response_tokens) for s in samples),
             "rollout/truncated": float(np.mean([s.status == "truncated" for s in samples])),

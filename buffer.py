@@ -30,6 +30,10 @@ from functools import cached_property
 FLAT_LISTS = ("prompt_tokens", "response_tokens", "loss_mask", "rollout_logprobs")
 
 
+class Dropped(Exception):
+    """Ends one group, not the run: its message is the reason in the ledger, its part before a colon the name in the metrics."""
+
+
 @dataclass
 class Sample:
     """One trajectory. `metadata` is the data row's, and reset() leaves it alone: keep nothing of a trajectory in it."""
@@ -49,6 +53,9 @@ class Sample:
     reward: float | None = None
     seconds: float = 0.0           # that its requests were with an engine
     status: str = "pending"        # "pending" | "completed" (stop token) | "truncated" (budget used up) | "failed"
+    part: int = 0                  # above 0: a further training sample of the attempt `index`, with a prompt of its own
+    messages: list[dict] = field(default_factory=list)     # of an agent loop: the turns so far, as chat messages
+    mismatch: str = ""             # of its token ids and the chat template's: see agent.compare
 
     def append(self, tokens, logprobs, version, mask=1):
         """The only way to extend a sample: here its columns keep one length.
@@ -79,7 +86,7 @@ class Sample:
     def reset(self):
         """Back to the prompt: what is generated anew keeps nothing of older weights."""
         self.response_tokens, self.loss_mask, self.rollout_logprobs, self.version_runs, self.columns = [], [], [], [], {}
-        self.response, self.reward, self.seconds, self.status = "", None, 0.0, "pending"
+        self.response, self.reward, self.seconds, self.status, self.messages, self.mismatch = "", None, 0.0, "pending", [], ""
 
     @property
     def name(self):
@@ -106,12 +113,19 @@ def copy_fields(fields):
 
 @dataclass
 class Group:
-    """The n samples of one prompt: the unit of every count, gate and ledger entry."""
+    """The n attempts at one prompt: the unit of every count, gate and ledger entry. An agent loop may make several samples of
+    an attempt (`part` above 0); they stand behind the n."""
     group_id: int
     row: int
     epoch: int
     samples: list[Sample]
     keep: bool = False             # aborted and reset before: a second abort would keep long answers from ever ending
+    generated: float = 0.0         # time.time() when its last answer came; what follows until it is finished is the reward's
+
+    @property
+    def attempts(self):
+        """The n samples, without further parts of them."""
+        return [sample for sample in self.samples if sample.part == 0]
 
     @property
     def oldest_version(self):
@@ -125,10 +139,13 @@ class Group:
 
     @property
     def effort(self):
-        """What the ledger keeps of an ended group: tokens of each response, and seconds that engines took for them."""
-        return {"tokens": self.response_lengths, "seconds": [round(sample.seconds, 4) for sample in self.samples]}
+        """What the ledger keeps of an ended group: tokens of each response, seconds that engines took for them, and when the
+        last answer came."""
+        return {"tokens": self.response_lengths, "seconds": [round(sample.seconds, 4) for sample in self.samples],
+                "generated": round(self.generated, 4)}
 
     def reset(self):
+        self.samples = self.attempts
         for sample in self.samples:
             sample.reset()
 

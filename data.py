@@ -26,16 +26,18 @@ class PromptRows:
     def __getitem__(self, i):
         args, row = self.args, self.rows[i]
         prompt = row[args.input_key]
+        metadata = self.metadata(row[self.metadata_key]) if self.metadata_key else {}
         if args.apply_chat_template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            prompt = render(args, self.tokenizer, messages, add_generation_prompt=True)
+            metadata["prompt_messages"] = [dict(message) for message in messages]       # an agent loop goes on from them
         if not isinstance(prompt, str):            # an empty text is dropped when it is drawn, and counted
             raise ValueError(f"--prompt-data: row {i} has no text in column {args.input_key!r} (it holds {str(prompt)[:60]!r}); "
                              f"lists of messages need --apply-chat-template")
         return {"prompt": prompt,
                 "prompt_tokens": self.tokenizer.encode(prompt, add_special_tokens=False),
                 "label": str(row.get(args.label_key, "")),
-                "metadata": self.metadata(row[self.metadata_key]) if self.metadata_key else {}}
+                "metadata": metadata}
 
     def metadata(self, value):
         """A dict, or its JSON: what differs from row to row in its types fits no column of a table."""
@@ -50,8 +52,16 @@ def file_digest(path):
         return hashlib.file_digest(f, "blake2b").hexdigest()[:32]
 
 
+def render(args, tokenizer, messages, add_generation_prompt=False):
+    """The chat template's text of the messages, [{"role", "content"}, ...]."""
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt,
+                                         **args.apply_chat_template_kwargs)
+
+
 def load_rows(path, args, flag):
-    """A `datasets.Dataset`. ValueError in one line, naming the flag, for a missing file, missing columns or no rows."""
+    """A `datasets.Dataset`: of a file; of a generated task (gym_rows); or of the hub, or a folder laid out as there, with the
+    options of datasets.load_dataset behind a question mark: 'openai/gsm8k?name=main&split=test' (the default is split=train;
+    split=train[:1000] takes a part). ValueError in one line, naming the flag, for a missing file, missing columns or no rows."""
     import datasets   # takes a second or two: only those who read data pay for it
 
     datasets.disable_progress_bars()
@@ -67,7 +77,9 @@ def load_rows(path, args, flag):
         elif path.startswith(GYM):
             rows = gym_rows(path)
         else:
-            rows = datasets.load_dataset(path, split="train")
+            name, _, options = path.partition("?")
+            options = dict(parse_qsl(options, strict_parsing=bool(options)))
+            rows = datasets.load_dataset(name, **{"split": "train", **options})
     except Exception as error:   # whatever the library raises, the user needs the file's name and the reason in one line
         reason = str(error.__cause__ or error).splitlines()[0]
         raise ValueError(f"{flag} {path}: {reason}") from None

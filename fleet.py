@@ -21,9 +21,9 @@ WRONG_IN_A_ROW = 16      # answers that no engine gives, before it is taken for 
 FLUSH_PATIENCE = 5.0     # seconds
 
 
-class Aborted(Exception):
+class Aborted(BaseException):
     """Unwinds a sample's generation when its group is aborted or its engine is lost: the sample stays pending, and is continued
-    later or elsewhere."""
+    later or elsewhere. Like a cancellation it is no Exception, so that no `except Exception` of a user's function swallows it."""
 
 
 @dataclass(eq=False)
@@ -103,6 +103,8 @@ class Fleet:
         for work in list(lane.works):
             if self.up:
                 work.move(self.least_loaded())
+                if work.group.group_id >= 0:       # not of an evaluation
+                    self.ledger.write("submit", group=work.group.group_id, engine=work.lane.rank)
         if not self.up:
             for work in [work for each in self.lanes for work in each.works]:
                 work.aborting = True

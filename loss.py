@@ -20,31 +20,35 @@ def overlong_penalty(length, max_len, buffer_len, factor):
     return min(-(length - (max_len - buffer_len)) / buffer_len * factor, 0.0)
 
 
-def group_mean(values, group_ids):
-    """([S] mean of each sample's group, [S] size of its group), float64. group_ids: [S] ints in any order."""
-    _, member, count = torch.as_tensor(group_ids).unique(return_inverse=True, return_counts=True)
-    mean = torch.zeros(len(count), dtype=torch.float64).index_add(0, member, torch.as_tensor(values, dtype=torch.float64)) / count
-    return mean[member], count[member]
+def group_mean(values, group_ids, shares=None):
+    """([S] mean of each sample's group, [S] size of its group), float64. group_ids: [S] ints in any order; shares: [S] weights,
+    1 / k for the k samples of one attempt, which so counts once (None: 1)."""
+    ids, member = torch.as_tensor(group_ids).unique(return_inverse=True)
+    w = torch.ones(len(member), dtype=torch.float64) if shares is None else torch.as_tensor(shares, dtype=torch.float64)
+    add = lambda x: torch.zeros(len(ids), dtype=torch.float64).index_add(0, member, x)
+    count = add(w)
+    return (add(w * torch.as_tensor(values, dtype=torch.float64)) / count)[member], count[member]
 
 
-def grpo_advantages(rewards, group_ids, std_normalization=True):
+def grpo_advantages(rewards, group_ids, std_normalization=True, shares=None):
     """Reward minus the mean of its own group, divided by the group's standard deviation (unbiased, plus 1e-6).
 
-    rewards: [S] floats; group_ids: [S] ints, in any order and in groups of any size. A group of one has advantage 0.
+    rewards: [S] floats; group_ids: [S] ints, in any order and in groups of any size; shares: see group_mean. A group of one has
+    advantage 0.
     Returns [S] floats. GRPO: arXiv 2402.03300, eq. of section 4.1.2; without the division: Dr. GRPO, arXiv 2503.20783.
     """
-    mean, n = group_mean(rewards, group_ids)
+    mean, n = group_mean(rewards, group_ids, shares)
     centred = torch.as_tensor(rewards, dtype=torch.float64) - mean
     if std_normalization:
-        variance = group_mean(centred.square(), group_ids)[0] * n / (n - 1).clamp(min=1)
+        variance = group_mean(centred.square(), group_ids, shares)[0] * n / (n - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-6)
     return centred.tolist()
 
 
-def rloo_advantages(rewards, group_ids):
+def rloo_advantages(rewards, group_ids, shares=None):
     """Reward minus the mean of the *others* of its group: n / (n - 1) x (reward - mean). [S] floats; 0 in a group of one.
     RLOO: arXiv 2402.14740."""
-    mean, n = group_mean(rewards, group_ids)
+    mean, n = group_mean(rewards, group_ids, shares)
     return ((torch.as_tensor(rewards, dtype=torch.float64) - mean) * n / (n - 1).clamp(min=1)).tolist()
 
 
@@ -63,9 +67,9 @@ def reinforce_plus_plus_advantages(rewards, masks, kl=None, kl_coef=0.0):
     return whiten(returns, masks)
 
 
-def reinforce_plus_plus_baseline_advantages(rewards, group_ids, masks):
+def reinforce_plus_plus_baseline_advantages(rewards, group_ids, masks, shares=None):
     """Reward minus the mean of its group, for each token, whitened. Returns S tensors [n]. arXiv 2501.03262."""
-    mean, _ = group_mean(rewards, group_ids)
+    mean, _ = group_mean(rewards, group_ids, shares)
     centred = torch.as_tensor(rewards, dtype=torch.float64) - mean
     return whiten([value.expand(len(mask)) for value, mask in zip(centred, masks)], masks)
 
@@ -104,12 +108,13 @@ def whiten(values, masks):
 
 # f(args, batch) -> S floats, or S rows [n]; the same as --custom-advantage-path. batch: see TrainWorker.add_columns
 ADVANTAGES = {
-    "grpo": lambda args, b: grpo_advantages(b["rewards"], b["group_ids"], not args.disable_grpo_std_normalization),
+    "grpo": lambda args, b: grpo_advantages(b["rewards"], b["group_ids"], not args.disable_grpo_std_normalization,
+                                              b["shares"]),
     "ppo": lambda args, b: whiten(b["gae"], b["loss_mask"]),
-    "rloo": lambda args, b: rloo_advantages(b["rewards"], b["group_ids"]),
+    "rloo": lambda args, b: rloo_advantages(b["rewards"], b["group_ids"], b["shares"]),
     "reinforce_plus_plus": lambda args, b: reinforce_plus_plus_advantages(b["scores"], b["loss_mask"], b["kl"], args.kl_coef),
     "reinforce_plus_plus_baseline": lambda args, b: reinforce_plus_plus_baseline_advantages(b["rewards"], b["group_ids"],
-                                                                                           b["loss_mask"]),
+                                                                                           b["loss_mask"], b["shares"]),
 }
 
 

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from tqdm import tqdm
 
 import checkpoint
+import plan
 from args import nodes_needed, policies
 from engine import EngineError, NoEngineLeft, SGLangEngine, free_address
 from replay import ReplayManager
@@ -34,6 +35,10 @@ from watchdog import Watchdog, said
 def run(train, args):
     """Starts everything, runs an entry script's loop `train(args, trainers, rollout, tracker, start_step)`, and takes
     everything down whatever happens. Exits non-zero on an error; its cause is the last line on standard error."""
+    if args.dry_run:
+        text, fits = plan.describe(args)
+        print(text)
+        sys.exit(0 if fits else 1)
     end = lambda *_: sys.exit(143)
     signal.signal(signal.SIGTERM, end)                         # so that `finally` below is reached
     trainers, engines, tracker, status, began, watchdog = [], [], None, 0, time.time(), None
@@ -55,6 +60,8 @@ def run(train, args):
         tracker = Tracker(args, step)
         watchdog = Watchdog("driver", args, finish=lambda why: _thread.interrupt_main(signal.SIGTERM))
         watchdog.start()
+        if sys.stderr.isatty():
+            tracker.watch(rollout)
         trained = step if args.eval_only else keep_training(train, args, trainers, rollout, tracker, step)
         finish(args, trained, trainers, rollout, tracker, save=trained > step)
     except (KeyboardInterrupt, SystemExit) as error:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from args import samples_path
 from batch import batch_metrics, load_groups, make_batch
-from buffer import Ledger
+from buffer import Ledger, Sample
 from rollout import make_buffer, make_stream, save_buffer
 
 
@@ -55,6 +55,9 @@ class ReplayManager:
         groups = self.batches.pop(step)
         metrics = {**batch_metrics(self.args, step, groups), "perf/generate_time": 0.0, "perf/engine_busy_time": 0.0}
         return ray.put(make_batch(self.args, step, groups)), metrics
+
+    def progress(self):
+        return f"{self.at} of {len(self.records)} records"
 
     async def trained(self, step):
         self.tell("trained", step)
@@ -126,6 +129,8 @@ class ReplayManager:
             group, running = self.buffer.finished.get(record["group"]), False
         if group is None:
             self.depart("the group is not in flight")
+        for _ in record["tokens"][len(group.samples):]:        # made by an agent loop; all else is in the file of its batch
+            group.samples.append(Sample(group.group_id, 0, group.row, "", "", [], part=1))
         for sample, length in zip(group.samples, record["tokens"]):
             new = length - len(sample.response_tokens)
             if new > 0:
@@ -151,7 +156,8 @@ class ReplayManager:
         recorded = load_groups(samples_path(self.args.replay).format(step=step), "--replay")
         for group, found in zip(groups, recorded, strict=True):
             for sample, answer in zip(group.samples, found.samples, strict=True):
-                self.compare(sample, answer)
+                if sample.part == 0:
+                    self.compare(sample, answer)
                 vars(sample).update(vars(answer))
         self.batches[step] = groups
 

@@ -21,22 +21,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import aiohttp
-import numpy as np
 import ray
 from transformers import AutoTokenizer
 
+from agent import Agent, gather, no_exit, no_exit_async, plain_generate
 from args import load_function
 from batch import batch_metrics, load_groups, make_batch, plain_column, save_groups
-from buffer import Buffer, Gate, Group, Ledger, Sample, Stream
+from buffer import Buffer, Dropped, Gate, Group, Ledger, Stream
 from data import PromptRows, file_digest
 from engine import api_key
+from evaluation import evaluate
 from fleet import Aborted, Fleet, Lane
 from rewards import REWARDS
 from watchdog import Watchdog
-
-
-class Dropped(Exception):
-    """Ends one group, not the run: its message is the reason in the ledger."""
 
 
 class Busy(Exception):
@@ -85,6 +82,8 @@ class RolloutManager:
         self.news = asyncio.Event()               # something landed
         self.eval_rows = {name: PromptRows(path, args, self.tokenizer) for name, path in args.eval_sets}
         self.version = None                       # published to all engines
+        self.mismatch_shown = False
+        self.evaluating, self.eval_wait = None, 0.0   # the evaluation that runs; how long the last sync waited for one
         self.check_time = 0.0                     # of the last comparison of fingerprints
         self.works = {}                           # group id -> Work, of the groups in flight
         self.session = None
@@ -93,6 +92,10 @@ class RolloutManager:
         self.reward = REWARDS[args.rm_type]
         if args.custom_rm_path:
             self.reward = load_function(args.custom_rm_path, "--custom-rm-path", 2)
+        self.sampling = {"temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k,
+                         "max_len": args.rollout_max_response_len}
+        self.eval_sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p, "top_k": args.eval_top_k,
+                              "max_len": args.eval_max_response_len}
         self.generate_sample = (load_function(args.custom_generate_function_path, "--custom-generate-function-path", 3)
                                 if args.custom_generate_function_path else plain_generate)
         # a request has its own limit and tries; an own function, with its tools, has one for all its turns
@@ -124,11 +127,19 @@ class RolloutManager:
         seconds = time.time() - started
         for path in filter(None, (self.args.record_path, self.args.save_debug_rollout_data)):
             await asyncio.to_thread(save_groups, path.format(step=step), groups)
+        self.show_mismatch(groups)
         metrics = {**batch_metrics(self.args, step, groups), **counts, **self.lane_metrics(seconds),
-                   "perf/generate_time": seconds, "sync/check_time": self.check_time}
+                   "perf/generate_time": seconds, "sync/check_time": self.check_time, "sync/eval_wait_time": self.eval_wait}
         if self.buffer:
             metrics.update({f"length_bias/{fate}": bias for fate, bias in self.buffer.length_bias().items()})
         return ray.put(make_batch(self.args, step, groups)), metrics
+
+    def show_mismatch(self, groups):
+        """The run's first conversation whose text is not what the chat template makes of it; the metrics count them all."""
+        found = [s for group in groups for s in group.samples if s.mismatch.startswith("text")]
+        if found and not self.mismatch_shown:
+            self.mismatch_shown = True
+            print(f"warning: rollout/template_mismatch: {found[0].name}: {found[0].mismatch}", flush=True)
 
     async def next_groups(self, step):
         """(groups, counts), or (None, counts) when the data have ended. After a resume the batch that waited at the save is
@@ -251,8 +262,8 @@ class RolloutManager:
             if not 0 < len(group.samples[0].prompt_tokens) <= self.args.rollout_max_prompt_len:
                 raise Dropped("prompt_too_long" if group.samples[0].prompt_tokens else "prompt_empty")
             self.buffer.ledger.write("submit", group=group.group_id, engine=work.lane.rank)
-            await gather(self.run_sample(work, sample) for sample in group.samples)
-            if any(sample.status == "pending" for sample in group.samples):
+            await gather(self.run_sample(work, sample) for sample in group.attempts)
+            if any(sample.status == "pending" for sample in group.attempts):
                 return self.buffer.put_back(group)                           # aborted
             if self.args.group_rm:
                 await self.reward_group(group)
@@ -271,7 +282,7 @@ class RolloutManager:
     def assign(self, group):
         """The least loaded engine, for all samples of the group: they share the prompt's cache. The load counts from here,
         not from the request: all groups of a batch choose before the first request is out."""
-        work = Work(group, tokens=sum(self.cost(sample) for sample in group.samples if sample.status == "pending"))
+        work = Work(group, tokens=sum(self.cost(sample) for sample in group.attempts if sample.status == "pending"))
         work.move(self.fleet.least_loaded())
         work.aborting = not self.fleet.up
         return work
@@ -281,10 +292,11 @@ class RolloutManager:
 
     def accept(self, group, counts):
         """The filter looks at the task's rewards; what passes waits in the buffer for a batch."""
-        rewards = [sample.reward for sample in group.samples]
+        rewards = [sample.reward for sample in group.attempts]
         for sample in group.samples:
+            sample.reward = next(attempt.reward for attempt in group.attempts if attempt.index == sample.index)
             sample.columns = {name: plain_column(sample, name) for name in sample.columns}
-        verdict = True if self.keep_group is None else no_exit(self.keep_group, self.args, group.samples)
+        verdict = True if self.keep_group is None else no_exit(self.keep_group, self.args, group.attempts)
         if not isinstance(verdict, str) and verdict:        # numpy's and torch's truths, too
             return self.buffer.finish(group)
         if min(rewards) == max(rewards):
@@ -316,55 +328,59 @@ class RolloutManager:
         """Generates until the sample is finished or its group is aborted, then rewards it."""
         if sample.status != "pending":
             return                                 # a finished member of a continued group stays as it is
-        await self.serve(work, sample, self.args.rollout_temperature, self.args.rollout_max_response_len)
+        await self.serve(work, sample, self.sampling)
+        work.group.generated = time.time()
         work.load(-self.cost(sample))
         if sample.status != "pending" and not self.args.group_rm:
             sample.reward = self.checked(await self.call_reward(sample), sample)
 
-    async def serve(self, work, sample, temperature, max_response_len):
+    async def serve(self, work, sample, sampling):
         """The sample's turns within a slot of its engine; when that is lost, within one of the next, from the sample's tokens."""
         lane = None
         while work.lane is not lane and sample.status == "pending":
             lane = work.lane
             async with lane.slots:
                 if work.lane is lane:              # else it was lost as this waited
-                    await self.run_turns(work, sample, temperature, max_response_len)
+                    await self.run_turns(work, sample, sampling)
 
-    async def run_turns(self, work, sample, temperature, max_response_len):
-        """One call of the generate function, which may ask the engine several times. The sample ends as its last turn did;
-        an abort leaves it pending, with what it has."""
-        status, lane = None, work.lane
+    async def run_turns(self, work, sample, sampling):
+        """One call of the generate function, which may ask the engine several times. An abort leaves the sample pending, with
+        what it has."""
+        status, lane, requests = None, work.lane, []
 
-        async def generate(sample):
+        async def ask(sample):
             nonlocal status
             if work.lane is not lane:
                 raise Aborted                      # its engine was lost during a tool call
-            status = await self.continue_sample(work, sample, temperature, max_response_len)
+            requests.append(asyncio.ensure_future(self.continue_sample(work, sample, sampling)))
+            status = await requests[-1]
             return status
 
+        agent = Agent(self.args, self.tokenizer, work.group.samples, sampling["max_len"], self.stops, self.threads, ask)
         try:
-            await asyncio.wait_for(no_exit_async(self.generate_sample(self.args, sample, generate)), self.sample_limit)
+            said = await asyncio.wait_for(no_exit_async(self.generate_sample(self.args, sample, agent)), self.sample_limit)
         except Aborted:
-            return
+            return await asyncio.gather(*requests, return_exceptions=True)   # several, beside each other: all end now
         except asyncio.TimeoutError:
             raise Dropped(f"error: {sample.name}: --custom-generate-function-path took longer than --generate-timeout "
                           f"{self.args.generate_timeout:g} s") from None
-        if status is None:
-            raise ValueError(f"--custom-generate-function-path returned {sample.name} without having called generate")
-        sample.status = status
-        sample.response = self.tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
+        finally:
+            agent.over = True
+            for request in requests:
+                request.cancel()
+        agent.finish(sample, said or status)
 
-    async def continue_sample(self, work, sample, temperature, max_response_len):
+    async def continue_sample(self, work, sample, sampling):
         """Generates from all of the sample's tokens within what is left of its budget, and appends what the engine says.
         Returns "completed" or "truncated"; raises Aborted, with the sample extended by what came, when its group is."""
-        budget = max_response_len - len(sample.response_tokens)
+        budget = sampling["max_len"] - len(sample.response_tokens)
         if budget <= 0:
             return "truncated"
         if work.aborting:
             raise Aborted
-        args = self.args
-        params = {"max_new_tokens": budget, "temperature": temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k,
-                  "skip_special_tokens": False, "stop_token_ids": self.stops, "sampling_seed": sampling_seed(args.seed, sample)}
+        params = {"max_new_tokens": budget, "temperature": sampling["temperature"], "top_p": sampling["top_p"],
+                  "top_k": sampling["top_k"], "skip_special_tokens": False, "stop_token_ids": self.stops,
+                  "sampling_seed": sampling_seed(self.args.seed, sample)}
         payload = {"input_ids": sample.prompt_tokens + sample.response_tokens, "sampling_params": params,
                    "return_logprob": True}
         answer = await self.ask(work, sample, payload)
@@ -425,7 +441,8 @@ class RolloutManager:
         """The reward of a sample (or, with --group-rm, the list of a group's). A time-out or a failing connection is tried
         again and then drops the group; any other exception is a fault of the function and ends the run."""
         args, problem = self.args, None
-        for _ in range(args.max_sample_retries):
+        for attempt in range(args.max_sample_retries):
+            await asyncio.sleep(attempt and min(2.0 ** attempt * 0.1, 5))
             try:
                 if inspect.iscoroutinefunction(self.reward):
                     return await asyncio.wait_for(no_exit_async(self.reward(args, target)), args.reward_timeout)
@@ -439,10 +456,10 @@ class RolloutManager:
         raise Dropped(f"error: the reward {problem}, {args.max_sample_retries} times")
 
     async def reward_group(self, group):
-        rewards = await self.call_reward(group.samples)
-        if len(rewards) != len(group.samples):
-            raise ValueError(f"--group-rm: {len(rewards)} rewards for {len(group.samples)} samples")
-        for sample, reward in zip(group.samples, rewards):
+        rewards = await self.call_reward(group.attempts)
+        if len(rewards) != len(group.attempts):
+            raise ValueError(f"--group-rm: {len(rewards)} rewards for {len(group.attempts)} samples")
+        for sample, reward in zip(group.attempts, rewards):
             sample.reward = self.checked(reward, sample)
 
     def checked(self, reward, sample):
@@ -458,38 +475,23 @@ class RolloutManager:
 
     # ---- evaluation ---------------------------------------------------------------------------------------
     async def evaluate(self):
-        """Means over every evaluation set with the published version. Returns {"version": v, "NAME/reward": ..., ...}."""
-        args, results = self.args, {"version": self.version}
-        await self.proved()
-        for number, (name, rows) in enumerate(self.eval_rows.items()):
-            samples = [new_sample(rows[i], -1 - number, i, k)
-                       for i in range(len(rows)) for k in range(args.n_samples_per_eval_prompt)]
-            with self.watchdog.at(f"the evaluation of {name}"):
-                await gather(self.eval_sample(sample) for sample in samples)
-            results[f"{name}/reward"] = float(np.mean([s.reward for s in samples]))
-            results[f"{name}/response_len"] = float(np.mean([len(s.response_tokens) for s in samples]))
-            results[f"{name}/truncated"] = float(np.mean([s.status == "truncated" for s in samples]))
-        return results
-
-    async def eval_sample(self, sample):
-        args, work = self.args, self.assign(Group(sample.group_id, sample.row, 0, [sample]))
-        try:
-            await self.serve(work, sample, args.eval_temperature, args.eval_max_response_len)
-            if work.aborting:
-                raise self.fleet.none_left()
-            reward = await self.call_reward([sample] if args.group_rm else sample)
-        except Dropped as reason:                  # a mean over what happened to succeed would be a lie
-            raise RuntimeError(f"evaluation, row {sample.row}: {reason}") from None
-        finally:
-            work.move(None)
-        sample.reward = self.checked(reward[0] if args.group_rm else reward, sample)
+        """Every evaluation set with the published version: evaluation.evaluate. The next sync waits for its end."""
+        self.evaluating = asyncio.ensure_future(evaluate(self))
+        with self.watchdog.at("an evaluation"):
+            return await self.evaluating
 
     # ---- weight sync: the engines' side of it -------------------------------------------------------------
     async def pause(self):
         """Stops generation on every engine and begins to empty the KV caches, beside what comes next. Nothing runs there then: a
-        loop syncs between two batches, and a stream is held first. Returns urls when the trainers have to join the engines anew."""
+        loop syncs between two batches, a stream is held first, and an evaluation is waited for, so that all of it is of one
+        version. Returns urls when the trainers have to join the engines anew."""
         with self.watchdog.at("the sync: pausing the engines"):
             await self.proved()
+            started = time.time()
+            if self.evaluating:
+                evaluation, self.evaluating = self.evaluating, None
+                await evaluation
+            self.eval_wait = time.time() - started
             if self.stream:
                 await self.hold()
             return await self.fleet.pause()
@@ -546,6 +548,7 @@ class RolloutManager:
     # ---- bookkeeping --------------------------------------------------------------------------------------
     async def revive(self):
         """Waits until an engine comes back. NoEngineLeft when none will."""
+        self.evaluating = None                     # it ended with the engines; the loop asks for it again
         await self.fleet.revive()
 
     def trained_steps(self):
@@ -574,6 +577,12 @@ class RolloutManager:
             self.buffer.ledger.resume(step, state["ledger_seq"])
         if self.stream:
             self.stream.trained_steps = step
+
+    def progress(self):
+        """What generation does now, for the terminal."""
+        running = sum(lane.requests for lane in self.fleet.lanes)
+        groups = f"{self.buffer.finished_count} of {self.args.groups_per_step} groups finished, " if self.buffer else ""
+        return f"{groups}{running} answers are being generated"
 
     def lane_metrics(self, seconds):
         """Time that the engines had something to do since the last call, as a mean over them."""
@@ -606,16 +615,6 @@ class RolloutManager:
 
 
 # ---- helpers ----------------------------------------------------------------------------------------------
-async def gather(coroutines):
-    """asyncio.gather that cancels the others when one fails, so that no request runs on behind an error."""
-    tasks = [asyncio.ensure_future(c) for c in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 def retry_after(text):
     """Seconds of that header, at least 0.1 and at most 60; 1 where it is missing or a date."""
     return min(max(float(text), 0.1), 60.0) if re.fullmatch(r"\d+(\.\d+)?", text) else 1.0
@@ -637,29 +636,6 @@ def busy(work, rid, sample):
         lane.requests -= 1
         if lane.requests == 0:
             lane.seconds += time.time() - lane.since
-
-
-def no_exit(function, *arguments):
-    """Calls a user's function. Its sys.exit() must become an error of the run, not the silent end of this process's loop."""
-    try:
-        return function(*arguments)
-    except SystemExit as error:
-        raise RuntimeError(f"{function.__module__}.{function.__qualname__} called exit({error})") from None
-
-
-async def no_exit_async(coroutine):
-    try:
-        return await coroutine
-    except SystemExit as error:
-        raise RuntimeError(f"{coroutine.__qualname__} called exit({error})") from None
-
-
-async def plain_generate(args, sample, generate):
-    """One turn. An own function (--custom-generate-function-path) may `await generate(sample)` several times, which returns
-    "completed" or "truncated", and append tool tokens between: sample.append(tokens, [0.0] * n, version, mask=0) with the
-    version sample.version_runs[-1][0]. Aborted in a turn and continued later, it is called again, and must go on from the
-    tokens that the sample has."""
-    await generate(sample)
 
 
 def keep_spread(args, samples):
@@ -714,12 +690,7 @@ def save_buffer(buffer, folder, step):
         buffer.ledger.sync()
 
 
-def new_sample(row, group_id, number, index):
-    return Sample(group_id=group_id, index=index, row=number, prompt=row["prompt"], label=row["label"],
-                  prompt_tokens=row["prompt_tokens"], metadata=row["metadata"])
-
-
 def sampling_seed(seed, sample):
     """A seed of its own for each sample, the same in every repetition of a run; engines that sample deterministically use it."""
-    text = f"{seed}/{sample.group_id}/{sample.row}/{sample.index}"
+    text = f"{seed}/{sample.group_id}/{sample.row}/{sample.index}" + (f"/{sample.part}" if sample.part else "")
     return int.from_bytes(hashlib.blake2s(text.encode(), digest_size=4).digest(), "big") >> 1

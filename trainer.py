@@ -61,23 +61,29 @@ class TrainWorker:
 
     # ---- one step -----------------------------------------------------------------------------------------
     def train(self, step, batch):
-        """One pass over the batch, an optimizer step for each `global_batch_size` samples. Returns the step's metrics."""
+        """One pass over the batch, an optimizer step for each of its `update_sizes`. Returns the step's metrics."""
         with self.watchdog.at(f"the training of step {step}"):
             return self.train_step(step, batch)
 
     def train_step(self, step, batch):
-        started, size, lr = time.time(), self.args.global_batch_size, self.optimizer.param_groups[0]["lr"]
+        started, lr = time.time(), self.optimizer.param_groups[0]["lr"]
         if self.args.policy_old == "recompute" and (self.cycle_step is None or step % self.args.update_weights_interval == 0):
             self.begin_cycle(step)
-        updates = [self.plan(batch, range(i, i + size)) for i in range(0, len(batch["tokens"]), size)]
+        updates = [self.plan(batch, indices) for indices in update_ranges(batch)]
         noted = self.parity(step, batch, [micro for plan in updates for micro in plan])
         noted |= self.add_columns(step, batch, updates)
         prepared = time.time()            # all passes without gradient lie before: old and reference log-probs, values, parity
         self.steps = math.nan              # from here to the end the weights are of no step
         sums = [self.update(batch, plan) for plan in updates]
         self.steps = step + 1
-        return {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
-                "perf/train_time": time.time() - started, "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9}
+        metrics = {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
+                   "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9}
+        if self.args.record_path:         # beside the recorded batch: how far engine and trainer are apart, token by token
+            rows = self.everywhere(batch, [micro for plan in updates for micro in plan], batch["trained_logprobs"])
+            metrics |= {"logprobs": torch.cat(rows).float()} if self.rank == 0 else {}
+        if self.args.colocate and self.args.device == "cuda":
+            torch.cuda.empty_cache()      # an engine wants its memory back on this GPU
+        return {**metrics, "started": started, "perf/train_time": time.time() - started}
 
     def plan(self, batch, indices):
         """Cuts the samples `indices` into micro-batches. Returns this rank's list of lists of sample indices."""
@@ -92,11 +98,12 @@ class TrainWorker:
 
         An advantage function finds in the batch, for each sample of the whole batch on every rank: rewards [S] (the task's, with
         the overlong penalty and the KL penalty), scores [S] (without KL), kl [S][n] (to the reference, zeros without --kl-coef),
-        group_ids, tokens, response_lengths, loss_mask [S][n], rollout_logprobs [S][n], versions, and columns {name: [S]}.
+        group_ids, shares [S] (1, or 1 / samples of an attempt that made several), tokens, response_lengths, loss_mask [S][n],
+        rollout_logprobs [S][n], versions, and columns {name: [S]}.
         """
         args, lengths = self.args, batch["response_lengths"]
         mine = [micro for plan in updates for micro in plan]
-        batch["old_logprobs"] = batch["rollout_logprobs"]
+        batch["old_logprobs"], batch["trained_logprobs"] = batch["rollout_logprobs"], {}
         if args.policy_old == "recompute":
             with self.other_weights(None if step == self.cycle_step else self.cycle_weights):
                 batch["old_logprobs"] = self.log_probs(self.model, batch, mine)
@@ -117,9 +124,9 @@ class TrainWorker:
         batch["rewards"] = [score - args.kl_coef * kl.sum().item() for score, kl in zip(batch["scores"], batch["kl"])]
         batch["advantages"] = check_advantages(self.advantages(args, batch), lengths)
         batch["weights"] = []
-        for i in range(0, len(lengths), args.global_batch_size):
-            batch["weights"] += token_weights(batch["loss_mask"][i:i + args.global_batch_size], args.loss_agg_mode,
-                                              args.loss_scale_factor)
+        for indices in update_ranges(batch):
+            masks = [batch["loss_mask"][i] for i in indices]
+            batch["weights"] += token_weights(masks, args.loss_agg_mode, args.loss_scale_factor)
         return {"train/overlong_penalty": sum(penalties) / len(lengths)} if args.overlong_buffer_len else {}
 
     def log_probs(self, network, batch, micros):
@@ -240,12 +247,16 @@ class TrainWorker:
         packs = [self.to_pack(batch, micro) for micro in micros]
         columns = [self.to_columns(batch, micro) for micro in micros]
         is_mean = self.mean_weight(columns) if self.args.rollout_is_batch_normalize else 1.0
+        logps = {}
 
         def objective(hidden, i):
             logp, entropy = self.head(self.model, hidden, packs[i], entropy=self.args.entropy_coef != 0)
+            logps[i] = logp.detach()
             return policy_objective(self.args, self.policy_loss, logp, entropy, columns[i], is_mean)
 
         sums = total(model.run([self.model], packs, objective))
+        found = by_sample(batch, micros, logps)
+        batch["trained_logprobs"] |= {s: found[s] for micro in micros for s in micro}
         if self.critic:
             parts, norm = critic.update(self.critic, packs, columns)
             sums |= {**total(parts), "critic_grad_norm": norm}
@@ -332,6 +343,12 @@ class TrainWorker:
 
 
 # ---- batching ---------------------------------------------------------------------------------------------
+def update_ranges(batch):
+    """The sample indices of each optimizer step."""
+    ends = np.cumsum(batch["update_sizes"]).tolist()
+    return [range(end - size, end) for end, size in zip(ends, batch["update_sizes"])]
+
+
 def balance(lengths, ranks):
     """Deals samples {index: tokens} to ranks, equally many to each, longest first to the rank with the fewest tokens."""
     shares, tokens, room = [[] for _ in range(ranks)], [0] * ranks, -(-len(lengths) // ranks)

@@ -80,7 +80,7 @@ def rank_main(rank, options, flags, folder, queue):
 def make_batch(options, hf, step):
     g, count = np.random.default_rng(step), options.samples * options.gpus
     response = options.length - options.length // 8
-    return {"step": step, "group_ids": [i // 4 for i in range(count)],
+    return {"step": step, "update_sizes": [count], "shares": [1.0] * count, "group_ids": [i // 4 for i in range(count)],
             "tokens": [g.integers(4, min(hf.vocab_size, 250), size=options.length) for _ in range(count)],
             "response_lengths": [response] * count, "loss_mask": [np.ones(response, np.float32)] * count,
             "rollout_logprobs": [np.full(response, -5.0, np.float32)] * count, "rewards": list(g.random(count)),

@@ -8,7 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/prelude.sh"
 
 ALGORITHM="${ALGORITHM:-grpo}"
 MODEL="${MODEL:-$ROOT/models/smollm2-135m}"
-"$PYTHON" "$ROOT/scripts/make_smollm2.py" "$MODEL"
+[[ " $* " == *" --dry-run "* ]] || "$PYTHON" "$ROOT/scripts/make_smollm2.py" "$MODEL"
 TASK="reasoning-gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=2"
 
 MODEL_ARGS=(

@@ -79,7 +79,7 @@ def generation_rates(records, ended, n):
     """Samples have their recorded length, those beyond the record that of a random one. Latency and rate are the line through
     (tokens, seconds) of the samples that were never aborted, by its mean: then the work in all is right."""
     aborted = {record["group"] for record in records if record["event"] == "put_back"}
-    known = {group * n + i: tokens for group, record in ended.items() for i, tokens in enumerate(record["tokens"]) if tokens}
+    known = {group * n + i: tokens for group, record in ended.items() for i, tokens in enumerate(record["tokens"][:n]) if tokens}
     pool = list(known.values())
     whole = [ended[group] for group in ended.keys() - aborted] or ended.values()
     pairs = [pair for record in whole for pair in zip(record["tokens"], record["seconds"])]

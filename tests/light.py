@@ -134,7 +134,7 @@ class TinyWorker:
         time.sleep(0.02)       # so that something can happen meanwhile
         self.batches.append({"step": step, "group_ids": batch["group_ids"], "tokens": [ids.tolist() for ids in batch["tokens"]],
                              "rollout_logprobs": [logprobs.tolist() for logprobs in batch["rollout_logprobs"]]})
-        return {"perf/train_time": time.time() - started}
+        return {"started": started, "perf/train_time": time.time() - started}
 
     def prepare_weights(self):
         pass

@@ -10,7 +10,8 @@ from batch import batch_metrics, load_groups, make_batch, makespan, plain_column
 from buffer import Group, Sample
 from tracking import speed
 
-ARGS = SimpleNamespace(fully_async=False, mask_offpolicy_in_partial_rollout=False, num_engines=1, sglang_server_concurrency=2)
+ARGS = SimpleNamespace(fully_async=False, mask_offpolicy_in_partial_rollout=False, num_engines=1, sglang_server_concurrency=2,
+                       global_batch_size=2, data_parallel_size=1)
 
 
 def make_group(group_id, runs, rewards=(1.0, 0.0), text="3+4="):
@@ -87,3 +88,32 @@ def test_own_columns_reach_the_batch_as_plain_numbers():
             plain_column(group.samples[0], "tool")
     group.samples[0].reset()
     assert group.samples[0].columns == {}
+
+
+def test_several_samples_of_an_attempt_by_hand():
+    """Two groups, the first with a second sample of its attempt 0; two optimizer steps of two attempts on two ranks. Three
+    samples do not divide by two: the shortest is there twice, once without loss and in a group of its own."""
+    groups = [make_group(3, [(5, 2)]), make_group(4, [(5, 1)])]
+    part = Sample(3, 0, 7, "help", "7", [1], part=1, reward=1.0)
+    part.append([30, 31], [-0.5, -0.25], 4)
+    part.status = "completed"
+    groups[0].samples.append(part)
+    batch = make_batch(SimpleNamespace(**{**vars(ARGS), "data_parallel_size": 2}), 5, groups)
+    assert [row.tolist() for row in batch["tokens"]] == [[11, 12, 20, 21], [1, 30, 31], [11, 12, 9], [1, 30, 31],
+                                                         [11, 12, 20], [11, 12, 9]]
+    assert batch["update_sizes"] == [4, 2] and batch["shares"] == [0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
+    assert batch["group_ids"] == [3, 3, 3, -4, 4, 4] and batch["rewards"] == [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    assert [mask.tolist() for mask in batch["loss_mask"]] == [[1, 1], [1, 1], [0], [0, 0], [1], [0]]
+    metrics = batch_metrics(ARGS, 5, groups)
+    assert metrics["rollout/reward"] == 0.5 and metrics["staleness/histogram"] == {"0": 5, "1": 2}
+
+
+def test_conversations_in_the_metrics():
+    groups = [make_group(3, [(5, 1)]), make_group(4, [(5, 1)])]
+    assert not any("turns" in name for name in batch_metrics(ARGS, 5, groups))
+    tool = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "1"}]
+    samples = [s for g in groups for s in g.samples]
+    for sample, turns, mismatch in zip(samples, (1, 2, 3, 0), ("", "text: here", "tokens", "text: there")):
+        sample.messages, sample.mismatch = tool * turns, mismatch
+    metrics = batch_metrics(ARGS, 5, groups)
+    assert (metrics["rollout/turns"], metrics["rollout/template_mismatch"], metrics["rollout/retokenized"]) == (3.0, 1 / 3, 1 / 3)

@@ -1,5 +1,6 @@
-"""Generated tasks of reasoning-gym as prompts and rewards."""
+"""Prompts: files, folders as on the hub, chat messages, and the generated tasks of reasoning-gym with their rewards."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -38,3 +39,74 @@ def test_a_task_that_does_not_exist_is_one_line_with_the_flag(path, text):
     with pytest.raises(ValueError, match=f"--prompt-data reasoning-gym:.*{text}") as error:
         load_rows(path, ARGS, "--prompt-data")
     assert "\n" not in str(error.value)
+
+
+# ---- files, folders laid out as on the hub, chat messages --------------------------------------------------
+ROWS = [{"question": f"{i}+1", "answer": str(i + 1), "extra": {"level": i}} for i in range(5)]
+KEYS = SimpleNamespace(**{**vars(ARGS), "input_key": "question", "label_key": "answer", "metadata_key": "extra"})
+
+
+def write(tmp_path, kind):
+    """The five rows in the given form. Returns the path for --prompt-data."""
+    import datasets
+
+    table, text = datasets.Dataset.from_list(ROWS), "".join(json.dumps(row) + "\n" for row in ROWS)
+    if kind == "parquet":
+        table.to_parquet(str(tmp_path / "rows.parquet"))
+        return str(tmp_path / "rows.parquet")
+    if kind == "hub":              # a repository of the hub has such a folder: two configurations, two splits
+        folder = tmp_path / "sums"
+        (folder / "main").mkdir(parents=True)
+        (folder / "main" / "train.jsonl").write_text(text.replace("+1", "+0"))
+        (folder / "main" / "test.jsonl").write_text(text)
+        files = "".join(f"  - split: {split}\n    path: main/{split}.jsonl\n" for split in ("train", "test"))
+        (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
+        return f"{folder}?name=main&split=test"
+    (tmp_path / f"rows.{kind}").write_text(text)
+    return str(tmp_path / f"rows.{kind}")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "hub"])
+def test_every_source_gives_the_same_prompts(kind, tmp_path):
+    rows = PromptRows(write(tmp_path, kind), KEYS, make_tiny_model.build_tokenizer())
+    assert len(rows) == 5
+    for i in range(5):
+        want = {"prompt": f"{i}+1", "label": str(i + 1), "metadata": {"level": i}}
+        assert {name: rows[i][name] for name in want} == want and len(rows[i]["prompt_tokens"]) == 3
+
+
+def test_a_part_of_a_split(tmp_path):
+    path = write(tmp_path, "hub").replace("split=test", "split=test[1:3]")
+    assert [row["question"] for row in load_rows(path, KEYS, "--prompt-data")] == ["1+1", "2+1"]
+
+
+@pytest.mark.parametrize("options, text", [("name=other", "other"), ("split=validation", "validation"),
+                                           ("name", "bad query field")])
+def test_a_set_that_is_not_there_is_one_line_with_the_flag(options, text, tmp_path):
+    path = write(tmp_path, "hub").partition("?")[0] + "?" + options
+    with pytest.raises(ValueError, match="--prompt-data .*sums.*: ") as error:
+        load_rows(path, KEYS, "--prompt-data")
+    assert text in str(error.value).split(f"{options}: ")[1] and "\n" not in str(error.value)
+
+
+def test_a_name_of_the_hub_that_does_not_exist_is_one_line(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="--prompt-data nobody/no-such-set: .*nobody/no-such-set") as error:
+        load_rows("nobody/no-such-set", KEYS, "--prompt-data")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("prompt, messages", [
+    ("2+3?", [{"role": "user", "content": "2+3?"}]),
+    ([{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3?"}],) * 2])
+def test_chat_prompts_are_rendered_and_kept_as_messages(prompt, messages, tmp_path):
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": prompt, "label": "5"}) + "\n")
+    args = SimpleNamespace(**{**vars(ARGS), "apply_chat_template": True, "apply_chat_template_kwargs": {"mark": "!"}})
+    tokenizer = make_tiny_model.build_tokenizer()
+    tokenizer.chat_template += "{% if mark is defined %}{{ mark }}{% endif %}"
+    row = PromptRows(str(tmp_path / "chat.jsonl"), args, tokenizer)[0]
+    want = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages) + "<|im_start|>assistant\n!"
+    assert row["prompt"] == want and tokenizer.decode(row["prompt_tokens"]) == want
+    assert row["metadata"] == {"prompt_messages": messages}

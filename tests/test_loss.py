@@ -49,6 +49,20 @@ def test_advantages_without_std_and_of_degenerate_groups():
     assert grpo_advantages([1, 1, 1], [0, 0, 0]) == [0.0, 0.0, 0.0]          # no spread: no gradient, and no NaN
 
 
+def test_samples_of_one_attempt_weigh_as_one_by_hand():
+    """Attempt one was right and made two samples, attempt two was wrong: the mean is 1/2, not 2/3. A third group stands alone."""
+    rewards, groups, shares = [1.0, 0.0, 1.0, 5.0], [7, 7, 7, -1], [0.5, 1.0, 0.5, 1.0]
+    half = math.sqrt(0.5)
+    assert grpo_advantages(rewards, groups, True, shares) == pytest.approx([half, -half, half, 0.0], abs=2e-6)
+    assert grpo_advantages(rewards, groups, False, shares) == [0.5, -0.5, 0.5, 0.0]
+    assert rloo_advantages(rewards, groups, shares) == [1.0, -1.0, 1.0, 0.0]
+    masks = [[1], [1], [1], [0]]
+    got = reinforce_plus_plus_baseline_advantages(rewards, groups, masks, shares)
+    inside = np.array([0.5, -0.5, 0.5])
+    want = (inside - inside.mean()) / np.sqrt(inside.var(ddof=1) + 1e-8)
+    assert [row.item() for row in got] == pytest.approx([*want, 0.0])
+
+
 def test_rloo_by_hand_in_uneven_groups():
     """[1, 0, 0]: 1 - 0, 0 - 1/2, 0 - 1/2; [3, 1]: +-2; a group of one has no others."""
     assert rloo_advantages([1, 3, 0, 1, 0, 9], [5, 2, 5, 2, 5, 8]) == pytest.approx([1, 2, -0.5, -2, -0.5, 0])

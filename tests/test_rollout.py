@@ -318,18 +318,18 @@ def refused_reward(args, sample):
     raise ConnectionRefusedError("the checker is away")
 
 
-async def two_turns(args, sample, generate):
+async def two_turns(args, sample, agent):
     """A turn, three tool tokens, a turn; called again after an abort it goes on where the tokens say it was."""
     if 0 not in sample.loss_mask:
-        await generate(sample)
+        await agent.generate(sample)
         calls.append(sample.name)
         sample.append([7, 8, 9], [0.0] * 3, sample.version_runs[-1][0], mask=0)
-    await generate(sample)
+    await agent.generate(sample)
 
 
-async def endless(args, sample, generate):
+async def endless(args, sample, agent):
     await asyncio.sleep(60 if sample.group_id == 0 else 0)
-    await generate(sample)
+    await agent.generate(sample)
 
 
 def test_async_rewards_run_in_parallel(make):
@@ -491,4 +491,7 @@ def test_evaluation_is_a_mean_over_all_rows(make, model):
     import os
     manager = make({}, custom_rm_path="test_rollout.group_reward", group_rm=True, n_samples_per_eval_prompt=3,
                    eval_prompt_data=["sums", os.path.join(model, "eval.jsonl")], eval_interval=1)
-    assert run(manager.evaluate(), manager) == {"version": 0, "sums/reward": 11.0, "sums/response_len": 5.0, "sums/truncated": 0.0}
+    results = run(manager.evaluate(), manager)
+    assert 0 < results.pop("seconds") < 5 and time.time() - 5 < results.pop("started") < time.time()
+    assert results == {
+        "version": 0, "sums/reward": 11.0, "sums/response_len": 5.0, "sums/truncated": 0.0, "sums/pass@1": 1.0, "sums/pass@2": 1.0}

@@ -64,7 +64,8 @@ def make_batch(seed, groups=4, n=4):
         batch["versions"].append([[0, length]])
     columns = {"level": [float(i % 3) for i in range(groups * n)],
                "trust": [np.linspace(0, 1, length) for length in batch["response_lengths"]]}
-    return {"step": seed, "columns": columns, **batch}
+    sizes = [FLAGS["global_batch_size"]] * (groups * n // FLAGS["global_batch_size"])
+    return {"step": seed, "columns": columns, "shares": [1.0] * groups * n, "update_sizes": sizes, **batch}
 
 
 # ---- the reference: a plain loop --------------------------------------------------------------------------

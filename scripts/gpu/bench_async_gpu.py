@@ -83,7 +83,7 @@ def parse(argv=None):
     parser.add_argument("--steps", type=int, default=2, help="steps that are counted; partial, whose steps are short, has "
                         "3 times as many")
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="arms to run; sync always is")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="arms to run; ratios are to sync")
     parser.add_argument("--output-dir", default=os.path.join(ROOT, "runs", "bench_async_gpu"), help="folder of the runs")
     options, flags = parser.parse_known_args(argv)
     options.median, options.longest = (512, 8192) if options.device == "cuda" else (8, 128)
@@ -126,7 +126,7 @@ def arm_args(name, model, prompts, options, flags, num_rollout):
 def measure(name, model, prompts, options, flags, servers):
     """Runs an arm. Returns its samples and tokens per second."""
     streams = name in ("stale", "partial")
-    warm, counted = {"sync": (1, 1), "one_step_off": (1, 1), "stale": (1, 1), "partial": (3, 3)}[name]
+    warm, counted = {"sync": (1, 1), "one_step_off": (1, 1), "stale": (1, 1), "partial": (2, 2)}[name]
     counted *= options.steps
     print(f"\n{name}: {warm} + {counted} steps", flush=True)
     args = arm_args(name, model, prompts, options, flags, warm + counted)
@@ -154,21 +154,22 @@ def main():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))    # so that `finally` is reached; Ray has put its own there
         try:
             resident.start_servers(args, resident.hold_gpus(2, options.device), servers)
-            for name in dict.fromkeys(["sync", *options.arms]):
-                rates[name] = measure(name, model, prompts, options, flags, servers if name == "sync" else servers[1:])
-                if name == "sync":
+            for name in sorted(options.arms, key="sync".__ne__):
+                if name != "sync":
                     servers[0].stop()                              # its GPU is the trainer's alone from now on
+                rates[name] = measure(name, model, prompts, options, flags, servers if name == "sync" else servers[1:])
                 say(rates)
         finally:
             resident.stop(servers)
-    print("async " + " ".join(f"{name} {rates[name][0] / rates['sync'][0]:.2f}" for name in ("one_step_off", "stale", "partial")
-                              if name in rates), flush=True)
+    if "sync" in rates:
+        print("async " + " ".join(f"{name} {rates[name][0] / rates['sync'][0]:.2f}" for name in ("one_step_off", "stale", "partial")
+                                  if name in rates), flush=True)
 
 
 def say(rates):
-    base, *arms = rates.items()
-    for name, (samples, tokens) in arms:
-        print(f"so far: {name} {samples / base[1][0]:.2f} x sync in samples, {tokens / base[1][1]:.2f} in tokens", flush=True)
+    base = rates.get("sync")
+    for name, (samples, tokens) in rates.items() if base else ():
+        print(f"so far: {name} {samples / base[0]:.2f} x sync in samples, {tokens / base[1]:.2f} in tokens", flush=True)
 
 
 if __name__ == "__main__":
