@@ -27,7 +27,7 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 import engines            # noqa: E402
 import harness            # noqa: E402
 import light              # noqa: E402
-from buffer import Ledger # noqa: E402
+from buffer import Ledger  # noqa: E402
 
 
 # ---- in the run -------------------------------------------------------------------------------------------

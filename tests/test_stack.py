@@ -34,7 +34,7 @@ def kill_and_resume(folder, kills):
             return before is not None and sum(r["event"] == event for r in records[before:]) >= count
 
         process = harness.start("train_async.py", harness.flags(model, out, "cut", **settings, **load))
-        harness.interrupt(process, come, signal.SIGKILL)
+        harness.interrupt(process, come, signal.SIGKILL, timeout=300)
         print(f"killed at the {count}. {event} behind a save, after step {len(harness.metrics(out, 'cut'))}")
         load, settings["num_rollout"] = {"load": str(out / "cut")}, settings["num_rollout"] + 6
     harness.succeed("train_async.py", harness.flags(model, out, "cut", **settings, **load))
