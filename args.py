@@ -70,8 +70,8 @@ def add_run(parser):
     g.add_argument("--num-rollout", type=int, help="number of steps (or --num-epoch)")
     g.add_argument("--num-epoch", type=int, help="end when the data were drawn this often")
     g.add_argument("--seed", type=int, default=1234, help="seed of data order, sampling and dropout")
-    g.add_argument("--dry-run", action="store_true", help="print layout, batch and memory, and start nothing; neither data nor weights "
-                   "need be here: --hf-checkpoint Qwen3-8B is known by its name")
+    g.add_argument("--dry-run", action="store_true", help="print layout, batch and memory, and start nothing; neither data nor "
+                   "weights need be here: --hf-checkpoint Qwen3-8B is known by its name")
     g.add_argument("--gpu-memory-gb", type=float, default=141, help="memory of a GPU in --dry-run: an H200's")
     g.add_argument("--use-tensorboard", action="store_true", help="also write TensorBoard files to RUN/tensorboard")
     g.add_argument("--use-wandb", action="store_true", help="also write to Weights & Biases (pip install wandb)")
@@ -96,8 +96,8 @@ def add_cluster(parser):
                    help="use these running SGLang servers and start none")
     g.add_argument("--sglang-port", type=int, help="port of engine 0; engine i takes port + i (default: free ports)")
     g.add_argument("--engine-start-timeout", type=float, default=600, help="seconds that an engine may take to start")
-    g.add_argument("--max-engine-restarts", type=int, default=3, help="how often an engine that died, hangs or answers wrongly is "
-                   "started again (or, if external, waited for), before it is left out")
+    g.add_argument("--max-engine-restarts", type=int, default=3, help="how often an engine that died, hangs or answers wrongly "
+                   "is started again (or, if external, waited for), before it is left out")
     g.add_argument("--rollout-health-check-interval", type=float, default=30, help="seconds between two checks of the engines")
     g.add_argument("--rollout-health-check-timeout", type=float, default=30, help="seconds that an engine may take to answer one")
     g.add_argument("--watchdog-timeout", type=float, default=3600, help="seconds without any progress after which the run ends, "
@@ -477,7 +477,8 @@ def check_ranges(args):
               "max_lag": (0, math.inf), "staleness_threshold": (0, 1000), "sglang_port": (1, 65535),
               "rollout_max_prompt_len": (1, math.inf), "seed": (0, 2 ** 31 - 1), "max_filter_rounds": (0.1, math.inf),
               "parity_warn": (0, math.inf), "parity_max": (0, math.inf), "overlong_penalty_factor": (0, 100),
-              "loss_scale_factor": (1e-6, math.inf), "gpu_memory_gb": (1, 10000), "critic_lr": (0, 10), "value_clip": (0, math.inf), "gamma": (0, 1),
+              "loss_scale_factor": (1e-6, math.inf), "gpu_memory_gb": (1, 10000), "critic_lr": (0, 10),
+              "value_clip": (0, math.inf), "gamma": (0, 1),
               "lambd": (0, 1), "max_engine_restarts": (0, math.inf)}
     limits = ("engine_start_timeout", "distributed_timeout", "generate_timeout", "reward_timeout", "update_weight_timeout",
               "watchdog_timeout", "rollout_health_check_interval", "rollout_health_check_timeout")

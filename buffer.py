@@ -507,9 +507,9 @@ class Stream:
     tests under a hand-made clock and a simulator drive it alike.
 
     policy, for --max-lag L: "wait": a step waits for running groups that later steps could not train in time (at step s at
-    most (v + L - s + 1) x required groups of versions up to v are there, by the gate, and each step keeps it so); "drop": groups older than L are dropped when a batch is taken; "mask":
-    they are kept, and their old tokens get no loss. sampler(groups, k) -> k of the finished groups (oldest first); None: the
-    oldest.
+    most (v + L - s + 1) x required groups of versions up to v are there, by the gate, and each step keeps it so); "drop":
+    groups older than L are dropped when a batch is taken; "mask": they are kept, and their old tokens get no loss.
+    sampler(groups, k) -> k of the finished groups (oldest first); None: the oldest.
     """
 
     def __init__(self, buffer, gate, policy="wait", trained_steps=0, sampler=None):

@@ -102,11 +102,12 @@ class EngineClient:
             "group_name": name, "backend": backend})
 
     def update_from_distributed(self, tensors, group_name, limit, version=None):
-        """Receives tensors [(name, dtype, shape)] from rank 0 of the group, in buckets of at most `limit` bytes (buckets.py), loads
-        them, and then calls itself `version` if one is given. flush_cache=True would kill a server with requests."""
+        """Receives tensors [(name, dtype, shape)] from rank 0 of the group, in buckets of at most `limit` bytes (buckets.py),
+        loads them, and then calls itself `version` if one is given. flush_cache=True would kill a server with requests."""
         names, dtypes, shapes = zip(*tensors)
+        dtypes, shapes = [str(dtype).removeprefix("torch.") for dtype in dtypes], [list(shape) for shape in shapes]
         self.call("POST", "update_weights_from_distributed", {
-            "names": names, "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes], "shapes": [list(s) for s in shapes],
+            "names": names, "dtypes": dtypes, "shapes": shapes,
             "group_name": group_name, "load_format": f"{buckets.FORMAT}={limit}", "flush_cache": False,
             "weight_version": None if version is None else str(version)})
 

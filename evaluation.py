@@ -15,8 +15,8 @@ from buffer import Dropped, Group, Sample
 
 
 async def evaluate(manager):
-    """{"version": v, "NAME/reward": mean, "NAME/response_len", "NAME/truncated", "NAME/pass@k": ..., and when it "started" and its
-    "seconds"} over every set.
+    """{"version": v, "NAME/reward": mean, "NAME/response_len", "NAME/truncated", "NAME/pass@k": ...} over every set, and when
+    it "started" and its "seconds".
 
     pass@k for the powers of two up to --n-samples-per-eval-prompt, where that is above 1; a reward of at least 1 is a pass."""
     args, version, started = manager.args, manager.version, time.time()

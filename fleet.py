@@ -243,15 +243,16 @@ class Fleet:
         names; else all. (One that hangs in a broadcast makes others wait, which are named as likely.)"""
         self.joined, limit = None, self.args.rollout_health_check_timeout
         lanes = [lane for lane in self.party if lane.state in ("up", "ready")]
-        answers = await asyncio.gather(*(self.call(lane, "flush_cache", FLUSH_PATIENCE, limit) for lane in lanes), return_exceptions=True)
+        calls = (self.call(lane, "flush_cache", FLUSH_PATIENCE, limit) for lane in lanes)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         dead = [lane for lane, answer in zip(lanes, answers) if isinstance(answer, EngineError)]
         for lane in dead or [lane for lane in lanes if lane.url == url] or lanes:
             self.lose(lane, why)
         self.need(self.lanes)
 
     async def publish(self, version, expected):
-        """An engine named itself `version` with its last bucket; without new weights (expected: None) it is told to. What it holds
-        is compared while the first requests run."""
+        """An engine named itself `version` with its last bucket; without new weights (expected: None) it is told to. What it
+        holds is compared while the first requests run."""
         await self.flushed()
         if expected is None:
             await self.everyone("set_version", version)

@@ -164,7 +164,8 @@ def report(error, args, engines, trainers, began):
         path = f"not written: {problem}"
     if isinstance(cause, ray.exceptions.RayActorError):        # Ray's paragraphs; the reason is their last line
         names = {trainer._actor_id.hex(): f"training rank {rank}" for rank, trainer in enumerate(trainers)}
-        reason = said(os.path.join(args.run_dir, "logs"), began) or [line for line in str(cause).splitlines() if line.strip()][-1].strip()
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        reason = said(os.path.join(args.run_dir, "logs"), began) or lines[-1]
         cause = RuntimeError(f"{names.get(cause.actor_id, 'a process of the run')} has died: {reason}")
     named = isinstance(cause, EngineError) or isinstance(cause, ValueError) and not remote   # says all by itself
     kind = "" if named else f"{type(cause).__name__}: "

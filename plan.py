@@ -6,24 +6,30 @@ measured on H200s (docs/gpu/results.md).
 
 import os
 
-# hidden size, layers, heads, key-value heads, head dim, intermediate size, vocabulary, tied head; of checkpoints that need not be here
+# family, hidden size, layers, heads, key-value heads, head dim, intermediate size, vocabulary, tied head
 SHAPES = {
-    "qwen3-0.6b": ("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, True), "qwen3-1.7b": ("qwen3", 2048, 28, 16, 8, 128, 6144, 151936, True),
-    "qwen3-4b": ("qwen3", 2560, 36, 32, 8, 128, 9728, 151936, True), "qwen3-8b": ("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, False),
-    "qwen3-14b": ("qwen3", 5120, 40, 40, 8, 128, 17408, 151936, False), "qwen3-32b": ("qwen3", 5120, 64, 64, 8, 128, 25600, 151936, False),
-    "qwen2.5-0.5b": ("qwen2", 896, 24, 14, 2, 64, 4864, 151936, True), "qwen2.5-1.5b": ("qwen2", 1536, 28, 12, 2, 128, 8960, 151936, True),
-    "qwen2.5-3b": ("qwen2", 2048, 36, 16, 2, 128, 11008, 151936, True), "qwen2.5-7b": ("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, False),
-    "qwen2.5-32b": ("qwen2", 5120, 64, 40, 8, 128, 27648, 152064, False), "smollm2-135m": ("llama", 576, 30, 9, 3, 64, 1536, 49152, True),
+    "qwen3-0.6b": ("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, True),
+    "qwen3-1.7b": ("qwen3", 2048, 28, 16, 8, 128, 6144, 151936, True),
+    "qwen3-4b": ("qwen3", 2560, 36, 32, 8, 128, 9728, 151936, True),
+    "qwen3-8b": ("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, False),
+    "qwen3-14b": ("qwen3", 5120, 40, 40, 8, 128, 17408, 151936, False),
+    "qwen3-32b": ("qwen3", 5120, 64, 64, 8, 128, 25600, 151936, False),
+    "qwen2.5-0.5b": ("qwen2", 896, 24, 14, 2, 64, 4864, 151936, True),
+    "qwen2.5-1.5b": ("qwen2", 1536, 28, 12, 2, 128, 8960, 151936, True),
+    "qwen2.5-3b": ("qwen2", 2048, 36, 16, 2, 128, 11008, 151936, True),
+    "qwen2.5-7b": ("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, False),
+    "qwen2.5-32b": ("qwen2", 5120, 64, 40, 8, 128, 27648, 152064, False),
+    "smollm2-135m": ("llama", 576, 30, 9, 3, 64, 1536, 49152, True),
     "llama-3.1-8b": ("llama", 4096, 32, 32, 8, 128, 14336, 128256, False),
 }
-FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-          "vocab_size", "tie_word_embeddings")
-ACTIVATIONS = 1.68               # of bf16 bytes that a layer keeps, in units of 4 hidden + 2 (queries + keys and values) + 3 inner
+FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+          "intermediate_size", "vocab_size", "tie_word_embeddings")
+ACTIVATIONS = 1.68               # what a layer keeps, in units of 4 hidden + 2 (queries + keys and values) + 3 inner numbers
 SYNC_SECONDS = 0.0171, 3.0       # fixed, and per TB: fitted to 0.6B, 4B and 8B
 
 
 def known_config(path):
-    """config.json's fields of a model whose folder is not there, by its name: Qwen3-8B, Qwen/Qwen2.5-7B-Instruct. None: unknown."""
+    """config.json's fields of a model by its name, where its folder is not there: Qwen3-8B, Qwen/Qwen2.5-7B-Instruct; or None."""
     name = os.path.basename(os.path.normpath(path)).lower()
     for word in ("-instruct", "-base", "-math", "meta-"):
         name = name.replace(word, "")
@@ -51,7 +57,8 @@ def parameters(config):
 def trainer_memory(args, config):
     """{part: GB} of the training rank that needs most."""
     split, whole, embedding, q, kv = sizes(config)
-    tp, pp, h, inner = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, config["hidden_size"], config["intermediate_size"]
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    h, inner = config["hidden_size"], config["intermediate_size"]
     layers = config["num_hidden_layers"] // pp
     tables = 1 if pp > 1 or config.get("tie_word_embeddings") else 2      # the first or last stage holds one of two
     count = layers * (split / tp + whole) + tables * embedding / tp
@@ -124,9 +131,10 @@ def describe(args):
     size = count * (2 if args.bf16 else 4)
     gpus = args.world_size + (0 if args.colocate else args.rollout_num_gpus)
     parts = ", ".join(f"{part} {gb:.1f}" for part, gb in memory.items())
+    kind, unit = "bf16" if args.bf16 else "fp32", "GPUs" if args.device == "cuda" or args.bf16 else "processes"
     lines = [
-        ("model", f"{config['model_type']}, {count:,} parameters, {config['num_hidden_layers']} layers, {'bf16' if args.bf16 else 'fp32'}"),
-        ("layout", f"{gpus} {'GPUs' if args.device == 'cuda' or args.bf16 else 'processes'} on {nodes_needed(args)} node(s): "
+        ("model", f"{config['model_type']}, {count:,} parameters, {config['num_hidden_layers']} layers, {kind}"),
+        ("layout", f"{gpus} {unit} on {nodes_needed(args)} node(s): "
                    f"{args.world_size} training ranks = TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size}"
                    f" x DP {args.data_parallel_size}; {args.num_engines} engine(s) of TP {args.rollout_num_gpus_per_engine}"
                    + (", on the same GPUs" if args.colocate else "")),

@@ -663,7 +663,8 @@ def make_buffer(args, tokenizer):
     recorded = not (args.debug_rollout_only or args.load_debug_rollout_data)
     ledger = Ledger(os.path.join(args.run_dir, "ledger.jsonl") if recorded else None)
     return Buffer(PromptRows(args.prompt_data, args, tokenizer), args.n_samples_per_prompt, args.seed, ledger,
-                  digest=file_digest(args.prompt_data), shuffle=args.rollout_shuffle, num_epoch=args.num_epoch, partial_rollout=args.partial_rollout)
+                  digest=file_digest(args.prompt_data), shuffle=args.rollout_shuffle, num_epoch=args.num_epoch,
+                  partial_rollout=args.partial_rollout)
 
 
 def make_stream(args, buffer, trained_steps=0):

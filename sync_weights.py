@@ -150,7 +150,7 @@ class WeightSender:
         self.group, self.meeting = joined.result(), meeting
 
     def leave(self):
-        """Ends the group on both sides. It may have a dead member, or one that hangs in a broadcast: nothing here waits for it."""
+        """Ends the group on both sides. Nothing here waits for a member that is dead or hangs in a broadcast."""
         if self.group is None:
             return
         told = [self.pool.submit(EngineClient.destroy_group, client, self.name) for client in self.clients]
@@ -187,8 +187,8 @@ class WeightSender:
         return {name: (tuple(shape), value) for (name, _, shape), value in zip(self.tensors, values)}
 
     def fill(self):
-        """Copies one bucket after the other into its buffer and yields its number: that copy is the only one. Ranks that only take
-        part in gathering copy nothing."""
+        """Copies one bucket after the other into its buffer and yields its number: that copy is the only one. Ranks that only
+        take part in gathering copy nothing."""
         views = iter(self.views or weight_map.hf_views(self.ddp, self.hf))
         for i, bucket in enumerate(self.plan):
             whole = [view for _, view in itertools.islice(views, len(bucket))]
@@ -198,8 +198,8 @@ class WeightSender:
             yield i
 
     def broadcast(self, filled, version):
-        """One request tells every engine what comes. A bucket is filled while the one before is under way, and a buffer again when
-        its broadcast has ended."""
+        """One request tells every engine what comes. A bucket is filled while the one before is under way, and a buffer again
+        when its broadcast has ended."""
         asked = [self.pool.submit(client.update_from_distributed, self.tensors, self.name, self.args.update_weight_buffer_size,
                                   version) for client in self.clients]
         prints, waited, flying = [], 0.0, None
@@ -212,8 +212,8 @@ class WeightSender:
         return prints, waited + self.wait(asked)
 
     def land(self, asked, work):
-        """Waits for the broadcast of one bucket; returns how long. An engine's refusal surfaces at once, with its name, though the
-        broadcast may hang."""
+        """Waits for the broadcast of one bucket; returns how long. An engine's refusal surfaces at once, with its name, though
+        the broadcast may hang."""
         started = time.time()
         while work is not None and not work.is_completed():
             for future in asked:
@@ -232,8 +232,8 @@ class WeightSender:
         return time.time() - started
 
     def show(self, filled, version):
-        """Hands the handles of the ranks beside each other to their engine, bucket by bucket. The exchange also keeps the ranks in
-        step: no buffer is written again before its engine has read it."""
+        """Hands the handles of the ranks beside each other to their engine, bucket by bucket. The exchange also keeps the ranks
+        in step: no buffer is written again before its engine has read it."""
         prints, waited, asked = [], 0.0, []
         for i in filled:
             torch.cuda.synchronize()
@@ -258,7 +258,8 @@ def ipc_handle(bucket, flat):
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
     monkey_patch_torch_reductions()       # names the device by its UUID: the engine counts its GPUs differently
-    places = [FlattenedTensorMetadata(name, shape, dtype, start, start + size, size) for name, dtype, shape, start, size in bucket]
+    places = [FlattenedTensorMetadata(name, shape, dtype, start, start + size, size)
+              for name, dtype, shape, start, size in bucket]
     return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": places}, output_str=True)
 
 
