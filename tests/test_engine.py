@@ -45,7 +45,7 @@ def make_args(model, run_dir, **changes):
     return types.SimpleNamespace(**{
         "device": "cpu", "colocate": False, "bf16": False, "seed": 1, "rollout_num_gpus_per_engine": 1,
         "sglang_args": ["--max-running-requests", "4"], "hf_checkpoint": str(model), "run_dir": str(run_dir),
-        "sglang_port": None, "engine_start_timeout": 120, **changes})
+        "sglang_port": None, "engine_start_timeout": 120, "rollout_health_check_timeout": 30, **changes})
 
 
 def generate(url, ids, max_new_tokens, **params):

@@ -339,7 +339,7 @@ def test_nothing_that_is_loaded_can_run_code_and_nothing_listens_to_the_world(tm
     with pytest.raises(ValueError, match="allow_pickle=False"):
         load_groups(str(tmp_path / "bad.npz"))
     argv, _ = server_command(types.SimpleNamespace(device="cpu", rollout_num_gpus_per_engine=1, bf16=False, seed=1, sglang_args=[],
-                                                   colocate=False), "/model", 1)
+                                                   colocate=False, rollout_health_check_timeout=30), "/model", 1)
     assert argv[argv.index("--host") + 1] == free_address()[0] == "127.0.0.1"
 
 
