@@ -80,7 +80,7 @@ class TrainWorker:
                    "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9}
         if self.args.record_path:         # beside the recorded batch: how far engine and trainer are apart, token by token
             rows = self.everywhere(batch, [micro for plan in updates for micro in plan], batch["trained_logprobs"])
-            metrics |= {"logprobs": torch.cat(rows).float()} if self.rank == 0 else {}
+            metrics |= {"logprobs": torch.cat([rows[i] for i in batch["file_order"]]).float()} if self.rank == 0 else {}
         if self.args.colocate and self.args.device == "cuda":
             torch.cuda.empty_cache()      # an engine wants its memory back on this GPU
         return {**metrics, "started": started, "perf/train_time": time.time() - started}

@@ -65,7 +65,7 @@ def make_batch(seed, groups=4, n=4):
     columns = {"level": [float(i % 3) for i in range(groups * n)],
                "trust": [np.linspace(0, 1, length) for length in batch["response_lengths"]]}
     sizes = [FLAGS["global_batch_size"]] * (groups * n // FLAGS["global_batch_size"])
-    return {"step": seed, "columns": columns, "shares": [1.0] * groups * n, "update_sizes": sizes, **batch}
+    return {"step": seed, "columns": columns, "shares": [1.0] * groups * n, "update_sizes": sizes, "file_order": range(groups * n), **batch}
 
 
 # ---- the reference: a plain loop --------------------------------------------------------------------------
