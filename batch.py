@@ -18,8 +18,8 @@ def make_batch(args, step, groups):
 
     With further samples of an attempt (agent loop) S is larger: they stand behind its first, and `shares` [S], 1 / samples of
     the attempt, lets it weigh as one in its group. A step still takes --global-batch-size attempts; where their samples do not
-    divide by the data-parallel ranks, copies without any loss fill up, each in a group of its own below 0. `file_order`: where
-    the samples stand here, in the order of the groups' file, which has an attempt's further ones behind all attempts of its group.
+    divide by the data-parallel ranks, copies without any loss fill up, each in a group of its own below 0. `file_order`: the
+    places here of the samples, without copies, as the groups' file has them: further ones behind all attempts of their group.
     """
     attempts = [[s for s in group.samples if s.index == attempt.index] for group in groups for attempt in group.attempts]
     samples, shares, update_sizes, filled = [], [], [], []

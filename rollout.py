@@ -550,6 +550,7 @@ class RolloutManager:
         """Waits until an engine comes back. NoEngineLeft when none will."""
         self.evaluating = None                     # it ended with the engines; the loop asks for it again
         await self.fleet.revive()
+        self.fleet.ledger.write("revive", step=self.steps)
 
     def trained_steps(self):
         return self.steps

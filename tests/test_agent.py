@@ -426,7 +426,7 @@ def test_a_stream_of_conversations_is_interrupted_continued_trained_and_replayed
         whole = [s for group in load_groups(str(file)) for s in group.samples]
         engine_said, mask = (np.concatenate([getattr(s, name) for s in whole]) for name in ("rollout_logprobs", "loss_mask"))
         apart = np.abs(np.load(str(file).replace(".npz", ".trainer.npy")) - engine_said)[mask > 0].mean()
-        assert apart == pytest.approx(rows[step]["train/logprob_abs_diff"], rel=1e-5), "the trainer's log-probs are of other tokens"
+        assert apart == pytest.approx(rows[step]["train/logprob_abs_diff"], rel=1e-5), "of other tokens"
     assert all(row["rollout/turns"] == 2.0 for row in rows) and max(row["staleness/max"] for row in rows) > 0
     status, output = light.run("train_fully_async.py", ["--replay", str(tmp_path / "talks"), "--output-dir", str(tmp_path),
                                                         "--run-name", "again"])
