@@ -391,7 +391,7 @@ def derive(args, script):
     args.without_engines = bool(args.debug_train_only or args.replay)
     if args.device == "auto":
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        args.device = "cuda" if glob.glob("/dev/nvidia[0-9]*") and not hidden else "cpu"
+        args.device = "cuda" if glob.glob("/dev/nvidia[0-9]*") and not hidden or args.dry_run and args.bf16 else "cpu"
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if args.world_size % model_parallel:
@@ -614,6 +614,8 @@ def check_data(args):
     if (args.eval_interval or args.eval_only) and not args.eval_prompt_data:
         raise ValueError("--eval-interval and --eval-only need --eval-prompt-data NAME FILE")
     args.eval_sets = list(zip(args.eval_prompt_data[::2], args.eval_prompt_data[1::2]))   # derived
+    if len(dict(args.eval_sets)) < len(args.eval_sets):
+        raise ValueError("--eval-prompt-data: two sets have the same name")
     paths = [args.prompt_data or "", *(path for _, path in args.eval_sets)]
     check_reward(args)
     if args.rm_type == "reasoning_gym" and not args.custom_rm_path and not all(path.startswith(GYM) for path in paths if path):
@@ -681,7 +683,7 @@ def check_combinations(args):
         raise ValueError("--bf16 needs a GPU: on the CPU weights are fp32")
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1")
-    if args.device == "cuda":
+    if args.device == "cuda" or args.dry_run:
         check_gpus(args)
 
 

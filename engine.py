@@ -101,7 +101,7 @@ class EngineClient:
             "master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size,
             "group_name": name, "backend": backend})
 
-    def update_from_distributed(self, tensors, group_name, limit, version=None):
+    def update_from_distributed(self, tensors, group_name, limit, version=None, timeout=None):
         """Receives tensors [(name, dtype, shape)] from rank 0 of the group, in buckets of at most `limit` bytes (buckets.py),
         loads them, and then calls itself `version` if one is given. flush_cache=True would kill a server with requests."""
         names, dtypes, shapes = zip(*tensors)
@@ -109,7 +109,7 @@ class EngineClient:
         self.call("POST", "update_weights_from_distributed", {
             "names": names, "dtypes": dtypes, "shapes": shapes,
             "group_name": group_name, "load_format": f"{buckets.FORMAT}={limit}", "flush_cache": False,
-            "weight_version": None if version is None else str(version)})
+            "weight_version": None if version is None else str(version)}, timeout=timeout)
 
     def update_from_tensor(self, handles, version=None):
         """Loads one flattened bucket from memory of this node. handles: of each engine rank, see sync_weights.ipc_handle."""
@@ -160,7 +160,7 @@ def server_command(args, model_path, port, rank=0, host="127.0.0.1"):
     elif args.colocate:
         argv += ["--enable-memory-saver"]       # else its memory cannot be given back
     argv += [*args.sglang_args, "--model-path", model_path, "--host", host, "--port", str(port)]
-    return argv, server_environment(cuda, tp)
+    return argv, {**server_environment(cuda, tp), "SGLANG_HEALTH_CHECK_TIMEOUT": str(int(args.rollout_health_check_timeout) + 1)}
 
 
 def server_environment(cuda, tp):

@@ -1,7 +1,7 @@
 """Evaluation: every set of --eval-prompt-data, with the published version, beside whatever else the engines do.
 
 No weights change under it: the sync that would change them waits for its end (RolloutManager.pause), and an answer of any other
-version than the one it began with is an error. It takes at most half of each engine's places, so that a generation beside it
+version than the one it began with is an error. It takes at most half of the engines' places, so that a generation beside it
 goes on.
 """
 
@@ -50,6 +50,7 @@ async def run_sample(manager, sample, places):
     finally:
         work.move(None)
     sample.reward = manager.checked(reward[0] if args.group_rm else reward, sample)
+    manager.watchdog.alive()
 
 
 def new_sample(row, group_id, number, index):

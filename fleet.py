@@ -194,7 +194,8 @@ class Fleet:
         while True:
             await asyncio.sleep(interval)
             lanes = [] if self.quiet else self.up
-            answers = await asyncio.gather(*(self.call(lane, "health_generate", limit) for lane in lanes), return_exceptions=True)
+            calls = (self.call(lane, "health_generate", limit + 5) for lane in lanes)      # the server's own limit comes first
+            answers = await asyncio.gather(*calls, return_exceptions=True)
             for lane, answer in zip(lanes, answers):
                 if isinstance(answer, EngineError) and not self.quiet:
                     self.lose(lane, f"{answer} (--rollout-health-check-timeout)")

@@ -87,11 +87,12 @@ def run(train, args):
 def keep_training(train, args, trainers, rollout, tracker, step):
     """The loop; begun anew at the step where it stands when the last engine is lost and one comes back. As behind a resume
     nothing is in flight then: what the engines were at has gone back into the buffer. If none comes back, the run is saved."""
+    first = step
     while True:
         try:
             return train(args, trainers, rollout, tracker, step)
         except NoEngineLeft as error:
-            tracker.evaluation = None
+            tracker.lose_evaluation()
             print(f"warning: {getattr(error, 'cause', error)}: waiting for one to come back", file=sys.stderr, flush=True)
             step = ray.get(rollout.trained_steps.remote())
             of_ranks = set(ray.get([trainer.trained_steps.remote() for trainer in trainers])) - {None, step}
@@ -100,8 +101,9 @@ def keep_training(train, args, trainers, rollout, tracker, step):
             try:
                 ray.get(rollout.revive.remote())
             except NoEngineLeft:
-                checkpoint.save(args, step, trainers, rollout)
-                print(f"saved after {step} steps: --load {args.run_dir} goes on from there", file=sys.stderr, flush=True)
+                if step > first:          # else it is a fault of the set-up, and nothing is lost
+                    checkpoint.save(args, step, trainers, rollout)
+                    print(f"saved after {step} steps: --load {args.run_dir} goes on from there", file=sys.stderr, flush=True)
                 raise
 
 
@@ -133,11 +135,11 @@ def close(tracker):
 
 def finish(args, step, trainers, rollout, tracker, save):
     """After the last step: the last checkpoint, the export, one more sync and the evaluation of what it published."""
-    tracker.collect_evaluation()          # of the version before: the sync would abort it
     if save and args.save_interval:
         checkpoint.save(args, step, trainers, rollout)
     if args.save_hf:                      # before the evaluation: its failure must not cost the weights
         ray.get([trainer.export.remote(args.save_hf) for trainer in trainers])
+    tracker.collect_evaluation()          # of the version before
     if args.eval_sets and not args.without_engines:
         tracker.note(sync_weights(trainers, rollout, version=step))
         tracker.evaluate(rollout)

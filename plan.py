@@ -25,6 +25,7 @@ SHAPES = {
 FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
           "intermediate_size", "vocab_size", "tie_word_embeddings")
 ACTIVATIONS = 1.68               # what a layer keeps, in units of 4 hidden + 2 (queries + keys and values) + 3 inner numbers
+FULL = 0.95                      # of a GPU's memory: the rest is the driver's, NCCL's and fragments
 SYNC_SECONDS = 0.0171, 3.0       # fixed, and per TB: fitted to 0.6B, 4B and 8B
 
 
@@ -85,7 +86,9 @@ def engine_memory(args, config):
     split, whole, embedding, _, kv = sizes(config)
     width, tp = 2 if args.bf16 else 4, args.rollout_num_gpus_per_engine
     weights = width * parameters(config) / tp / 1e9
-    cache = share * args.gpu_memory_gb - weights
+    memory = trainer_memory(args, config)
+    beside = sum(memory.values()) - memory["activations"] if args.colocate else 0.0       # what the trainer has there first
+    cache = share * (args.gpu_memory_gb - beside) - weights
     token = 2 * config["num_hidden_layers"] * max(kv / tp, config.get("head_dim") or 64) * width
     return weights, cache, max(0, int(cache * 1e9 / token))
 
@@ -98,7 +101,7 @@ def sync_seconds(size):
 def fits(args, config):
     memory = sum(trainer_memory(args, config).values())
     weights, cache, _ = engine_memory(args, config)
-    return memory < 0.95 * args.gpu_memory_gb and cache > 0
+    return memory < FULL * args.gpu_memory_gb and cache > 0
 
 
 def cheapest(args, config):
@@ -114,7 +117,7 @@ def cheapest(args, config):
                 other = SimpleNamespace(**{**vars(args), "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
                                            "sequence_parallel": tp > 1, "use_distributed_optimizer": True,
                                            "data_parallel_size": args.world_size // size, **change})
-                if sum(trainer_memory(other, config).values()) < 0.95 * args.gpu_memory_gb:
+                if sum(trainer_memory(other, config).values()) < FULL * args.gpu_memory_gb:
                     flags = [f"--tensor-model-parallel-size {tp}"] * (tp > 1) + ["--sequence-parallel"] * (tp > 1)
                     flags += [f"--pipeline-model-parallel-size {pp}"] * (pp > 1) + ["--use-distributed-optimizer"]
                     return " ".join(flags + ["--recompute-granularity full"] * bool(change))
@@ -131,7 +134,7 @@ def describe(args):
     size = count * (2 if args.bf16 else 4)
     gpus = args.world_size + (0 if args.colocate else args.rollout_num_gpus)
     parts = ", ".join(f"{part} {gb:.1f}" for part, gb in memory.items())
-    kind, unit = "bf16" if args.bf16 else "fp32", "GPUs" if args.device == "cuda" or args.bf16 else "processes"
+    kind, unit = "bf16" if args.bf16 else "fp32", "GPUs" if args.device == "cuda" else "processes"
     lines = [
         ("model", f"{config['model_type']}, {count:,} parameters, {config['num_hidden_layers']} layers, {kind}"),
         ("layout", f"{gpus} {unit} on {nodes_needed(args)} node(s): "
@@ -149,8 +152,11 @@ def describe(args):
         ("sync", f"{size / 1e9:.2f} GB, about {1e3 * sync_seconds(size):.0f} ms by NVLink"),
     ]
     text, good = "\n".join(f"{name:<10}{said}" for name, said in lines), fits(args, config)
-    if not good:
+    if cache <= 0:
+        text += "\nthe engine does not fit: a larger --rollout-num-gpus-per-engine, or --sglang-mem-fraction-static"
+    if sum(memory.values()) >= FULL * args.gpu_memory_gb:
         flags = cheapest(args, config)
-        text += "\ndoes not fit" + (f": the cheapest layout of the training that does: {flags}" if flags else
-                                    ", and no layout on so many ranks does: more of them, or --max-tokens-per-gpu lower")
+        text += "\nthe training does not fit" + (f": the cheapest layout that does: {flags}" if flags else
+                                                 ", and no layout on so many ranks does: more of them, or a lower "
+                                                 "--max-tokens-per-gpu")
     return text, good

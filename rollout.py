@@ -88,7 +88,8 @@ class RolloutManager:
         self.works = {}                           # group id -> Work, of the groups in flight
         self.session = None
         self.threads = ThreadPoolExecutor(64, "reward")
-        self.reward_slots = asyncio.Semaphore(64)  # the time limit of a reward is on running, not on waiting for a thread
+        # the time limit of a reward is on running, not on waiting for a thread, or for one of rewards.CHECKERS
+        self.reward_slots = asyncio.Semaphore(os.cpu_count() if args.rm_type == "math" and not args.custom_rm_path else 64)
         self.reward = REWARDS[args.rm_type]
         if args.custom_rm_path:
             self.reward = load_function(args.custom_rm_path, "--custom-rm-path", 2)
@@ -395,6 +396,8 @@ class RolloutManager:
         """One /generate with finite tries. A 4xx is final, but for 429; Aborted when the engine is lost."""
         lane, limit, tries, deadline = work.lane, self.args.generate_timeout, 0, time.time() + self.args.generate_timeout
         while tries < self.args.max_sample_retries:
+            if lane.state != "up":                 # since the last try
+                raise Aborted
             rid, pause = uuid.uuid4().hex, min(2.0 ** tries * 0.1, 5)
             try:
                 with busy(work, rid, sample):
@@ -548,8 +551,12 @@ class RolloutManager:
     # ---- bookkeeping --------------------------------------------------------------------------------------
     async def revive(self):
         """Waits until an engine comes back. NoEngineLeft when none will."""
-        self.evaluating = None                     # it ended with the engines; the loop asks for it again
-        await self.fleet.revive()
+        self.evaluating = None                     # it ended with the engines
+        with self.watchdog.at("waiting for an engine"):
+            waiting = asyncio.create_task(self.fleet.revive())
+            while not (await asyncio.wait({waiting}, timeout=1))[0]:
+                self.watchdog.alive()              # a restart has limits of its own
+        await waiting
         self.fleet.ledger.write("revive", step=self.steps)
 
     def trained_steps(self):

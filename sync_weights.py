@@ -117,10 +117,6 @@ class WeightSender:
                     result = action()
                 except EngineError as error:
                     failed = error
-                    if self.in_place:          # they exchange handles with this one
-                        raise
-                    for _ in self.filled:      # the ranks beside gather on
-                        pass
             dist.barrier()
         if failed:
             raise failed
@@ -173,7 +169,12 @@ class WeightSender:
     def send_stage(self, version):
         filled = itertools.chain([0], self.filled) if self.gathers else ()
         if self.sends:
-            self.found, waited = (self.show if self.in_place else self.broadcast)(filled, version)
+            try:
+                self.found, waited = (self.show if self.in_place else self.broadcast)(filled, version)
+            except EngineError:
+                for _ in filled:   # the ranks beside gather on
+                    pass
+                raise
             sizes = map(bucket_bytes, () if self.in_place and dist.get_rank() else self.plan)
             return {"bytes": sum(sizes), "waited": waited}
         for _ in filled:           # takes part in gathering
@@ -201,7 +202,7 @@ class WeightSender:
         """One request tells every engine what comes. A bucket is filled while the one before is under way, and a buffer again
         when its broadcast has ended."""
         asked = [self.pool.submit(client.update_from_distributed, self.tensors, self.name, self.args.update_weight_buffer_size,
-                                  version) for client in self.clients]
+                                  version, self.timeout * len(self.plan)) for client in self.clients]
         prints, waited, flying = [], 0.0, None
         for i in filled:
             work = dist.broadcast(self.buckets[i][0], group=self.group, group_src=0, async_op=True)
@@ -233,21 +234,31 @@ class WeightSender:
 
     def show(self, filled, version):
         """Hands the handles of the ranks beside each other to their engine, bucket by bucket. The exchange also keeps the ranks
-        in step: no buffer is written again before its engine has read it."""
+        in step: no buffer is written again before its engine has read it, and what one engine fails with every rank raises."""
         prints, waited, asked = [], 0.0, []
         for i in filled:
             torch.cuda.synchronize()
-            waited += self.wait(asked)
+            waited += self.wait(asked, together=True)
             handles = [None] * dist.get_world_size()
             dist.all_gather_object(handles, ipc_handle(self.plan[i], self.buckets[i][0]))
             asked = [self.pool.submit(client.update_from_tensor, [handles[j] for j in self.beside],
                                       version if i == len(self.plan) - 1 else None) for client in self.clients]
             prints.append(self.prints[i]())
-        return prints, waited + self.wait(asked)
+        return prints, waited + self.wait(asked, together=True)
 
-    def wait(self, asked):
-        started = time.time()
-        first_error(asked, self.timeout, "a bucket of weights")
+    def wait(self, asked, together=False):
+        """Waits for the engines' answers; returns how long. together: with all other ranks, which fail alike."""
+        started, error = time.time(), None
+        try:
+            first_error(asked, self.timeout, "a bucket of weights")
+        except EngineError as problem:
+            error = problem
+        errors = [error]
+        if together:
+            errors = [None] * dist.get_world_size()
+            dist.all_gather_object(errors, error)
+        for error in filter(None, errors):
+            raise error
         return time.time() - started
 
 

@@ -79,7 +79,6 @@ class Tracker:
 
     def log_step(self, step, rollout_metrics, train_metrics):
         """One row of metrics.jsonl and one line in the terminal. train_metrics: one dict for each rank; rank 0's is whole."""
-        self.collect_evaluation(timeout=0)
         now = time.time()
         seconds, self.step_started = now - self.step_started, now
         self.spans["train"] = [[m["started"], m["started"] + m["perf/train_time"]] for m in train_metrics if "started" in m]
@@ -101,6 +100,7 @@ class Tracker:
         for warning in WARNINGS:
             if text := warning(self.args, list(self.recent)):
                 self.warn(warning.__name__, step, text)
+        self.collect_evaluation(timeout=0)     # last: if it failed, the step is written down
         self.check_parity(step, row)
 
     def warn(self, name, step, text):
@@ -150,6 +150,12 @@ class Tracker:
         self.write_board(results["version"], {f"eval/{name}": value for name, value in results.items() if "/" in name})
         rewards = "  ".join(f"{name} {value:.3f}" for name, value in results.items() if name.endswith("/reward"))
         self.say(f"evaluation of version {results['version']}: {rewards}")
+
+    def lose_evaluation(self):
+        """The engines that it ran on are gone."""
+        if self.evaluation is not None:
+            self.evaluation = None
+            self.say(f"warning: the evaluation of version {self.version} is lost with the engines")
 
     # ---- output -------------------------------------------------------------------------------------------
     def say_speed(self, rows):

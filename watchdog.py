@@ -56,7 +56,9 @@ class Watchdog:
                 self.sign()
             if said(self.folder, self.started):
                 return                                           # another one ends the run
-            why = None if late else self.problem()               # all of them stood still: the machine slept
+            if late:                                             # all of them stood still: the machine slept
+                self.alive()
+            why = None if late else self.problem()
             if why:
                 return self.end(why)
             time.sleep(tick)

@@ -22,12 +22,13 @@ import torch
 import engines
 import harness
 import light
+import sync_weights
 import watchdog
 from args import parse_args
 from batch import load_groups
 from buffer import Ledger
 from data import PromptRows
-from engine import free_address, server_command
+from engine import EngineError, free_address, server_command
 from fingerprint import check_fingerprints, fingerprint
 
 pytestmark = pytest.mark.drill
@@ -420,3 +421,38 @@ def test_a_folder_that_cannot_be_written_is_named(model, capsys):
     with pytest.raises(SystemExit):
         parse_args(harness.flags(model, "/proc/nowhere", "run"))
     assert "/proc/nowhere" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+# ---- ranks that gather for a source --------------------------------------------------------------------------
+def sender(monkeypatch, fails):
+    """A source of a tensor parallel group, whose engines fail; `gathered` counts the buckets for which the others must be there."""
+    monkeypatch.setattr("sync_weights.mpu", types.SimpleNamespace(get_pipeline_model_parallel_world_size=lambda: 1,
+                                                            get_pipeline_model_parallel_rank=lambda: 0))
+    barriers = []
+    monkeypatch.setattr("sync_weights.dist", types.SimpleNamespace(barrier=lambda: barriers.append(1)))
+    made = sync_weights.WeightSender.__new__(sync_weights.WeightSender)
+    made.in_place, made.gathers, made.sends, made.gathered, made.plan = False, True, True, 0, [None] * 3
+
+    def fill():
+        for i in range(3):
+            made.gathered += 1
+            yield i
+
+    def broadcast(filled, version):
+        next(filled)
+        raise EngineError("refused")
+    made.filled = fill()
+    next(made.filled)
+    monkeypatch.setattr(made, "broadcast", broadcast, raising=False)
+    with pytest.raises(EngineError, match="refused"):
+        made.in_turn(fails(made))
+    return made.gathered, len(barriers)
+
+
+@pytest.mark.drill
+def test_a_source_whose_engine_fails_gathers_on_with_the_ranks_beside_it(monkeypatch):
+    """They are in an all_gather for each bucket that is left, and in none while a group is joined."""
+    def refuse():
+        raise EngineError("refused")
+    assert sender(monkeypatch, lambda made: lambda: made.send_stage(1)) == (3, 1)
+    assert sender(monkeypatch, lambda made: refuse) == (1, 1)

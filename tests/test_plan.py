@@ -70,6 +70,24 @@ def test_what_does_not_fit_is_refused_with_a_layout_that_does(tmp_path):
                                      "--rollout-max-response-len", "2048", *flags))
     assert fits, text
     assert not plan.fits(SimpleNamespace(**{**vars(args), "gpu_memory_gb": 24.0}), plan.known_config("qwen3-32b"))
+    text, fits = plan.describe(parse("qwen2.5-1.5b", "--gpu-memory-gb", "100", "--sglang-mem-fraction-static", "0.02"))
+    assert not fits and "the engine does not fit" in text and "the training does not" not in text
+
+
+def test_a_shared_gpu_has_room_for_the_cache_behind_the_trainer(tmp_path):
+    words = ["--hf-checkpoint", "qwen3-8b", *WORDS, "--actor-num-gpus-per-node", "2", "--use-distributed-optimizer", "--colocate",
+             "--max-tokens-per-gpu", "2048"]
+    args, config = parse_args(words, "train_sync.py"), plan.known_config("qwen3-8b")
+    memory = plan.trainer_memory(args, config)
+    beside = 16.38 + 32.76 + 49.14 + memory["buckets of the sync"]      # weights, gradients, half of the optimizer's states
+    assert plan.engine_memory(args, config)[1] == pytest.approx(0.85 * (141 - beside) - 16.38, abs=0.1)
+
+
+def test_bf16_is_planned_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert parse_args(["--hf-checkpoint", "qwen3-8b", *[w for w in WORDS if w not in ("--device", "cuda")]], "train_async.py").device == "cuda"
+    with pytest.raises(SystemExit):
+        parse("qwen3-8b", "--rollout-num-gpus", "16", "--rollout-num-gpus-per-engine", "16")
 
 
 def test_kv_cache_by_hand():
