@@ -18,7 +18,8 @@ def make_batch(args, step, groups):
 
     With further samples of an attempt (agent loop) S is larger: they stand behind its first, and `shares` [S], 1 / samples of
     the attempt, lets it weigh as one in its group. A step still takes --global-batch-size attempts; where their samples do not
-    divide by the data-parallel ranks, copies without any loss fill up, each in a group of its own below 0.
+    divide by the data-parallel ranks, copies without any loss fill up, each in a group of its own below 0. `file_order`: the
+    places here of the samples, without copies, as the groups' file has them: further ones behind all attempts of their group.
     """
     attempts = [[s for s in group.samples if s.index == attempt.index] for group in groups for attempt in group.attempts]
     samples, shares, update_sizes, filled = [], [], [], []
@@ -31,7 +32,9 @@ def make_batch(args, step, groups):
         shares += [1 / len(attempt) for attempt in chosen for _ in attempt] + [1.0] * len(filling)
         update_sizes.append(len(own) + len(filling))
     filled = set(filled)
+    places = {(s.group_id, s.index, s.part): i for i, s in enumerate(samples) if i not in filled}
     return {"step": step, "update_sizes": update_sizes, "shares": shares,
+            "file_order": [places[s.group_id, s.index, s.part] for group in groups for s in group.samples],
             "group_ids": [-1 - i if i in filled else s.group_id for i, s in enumerate(samples)],
             "tokens": [np.array(s.prompt_tokens + s.response_tokens, dtype=np.int64) for s in samples],
             "response_lengths": [len(s.response_tokens) for s in samples],

@@ -256,7 +256,7 @@ def move(record, groups, rows):
     if event == "resume":
         for group in groups.values():              # in flight at the save: will be drawn again
             group["place"] = "unfinished" if group["place"] == "in_flight" else group["place"]
-    if event not in TRANSITIONS:                   # submit, abort, sync, save, resume
+    if event not in TRANSITIONS:                   # submit, abort, sync, save, resume, revive, engine
         return
     before, after = TRANSITIONS[event]
     for group_id in record["groups"] if "groups" in record else [record["group"]]:

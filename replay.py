@@ -14,7 +14,10 @@ from transformers import AutoTokenizer
 from args import samples_path
 from batch import batch_metrics, load_groups, make_batch
 from buffer import Ledger, Sample
+from engine import NoEngineLeft
 from rollout import make_buffer, make_stream, save_buffer
+
+WAITING = ("batch", "trained", "sync", "revive")      # events that have to wait for the driver's loop
 
 
 class ReplayManager:
@@ -24,9 +27,8 @@ class ReplayManager:
         self.stream = make_stream(args, self.buffer)
         self.records = complete_steps(Ledger.surviving(self.path))
         self.at = 0                       # the next record
-        self.told = set()                 # how far the driver's loop is: ("batch", step), ("trained", step), ("sync", version)
-        self.published = 0
-        self.batches = {}                 # step -> groups, handed out next
+        self.told = set()                 # how far the driver's loop is: (event of WAITING, step or version)
+        self.published, self.steps = 0, 0
         self.news = asyncio.Event()
         between = [r["step"] for r in self.records if r["event"] == "resume" and r["step"] % args.update_weights_interval]
         if between and args.policy_old == "recompute":
@@ -41,18 +43,19 @@ class ReplayManager:
         """There are no engines."""
 
     async def generate(self, step):
-        """The recorded batch of `step`, or (None, {}) where the record ends."""
+        """The recorded batch of `step`, or (None, {}) where the record ends. Handed out again where the loop begins anew."""
         self.tell("batch", step)
-        while step not in self.batches and self.at < len(self.records):
+        while self.buffer.waiting(step) is None and self.at < len(self.records):
+            self.lose_engines()
             self.news.clear()
             try:
                 await asyncio.wait_for(self.news.wait(), self.args.generate_timeout)
             except asyncio.TimeoutError:
                 self.depart(f"the loop waits for the batch of step {step}, and this has not come to pass")
-        if step not in self.batches:
+        groups = self.buffer.waiting(step)
+        if groups is None:
             print(f"--replay {self.args.replay}: the record ends before step {step}", flush=True)
             return None, {}
-        groups = self.batches.pop(step)
         metrics = {**batch_metrics(self.args, step, groups), "perf/generate_time": 0.0, "perf/engine_busy_time": 0.0}
         return ray.put(make_batch(self.args, step, groups)), metrics
 
@@ -60,10 +63,24 @@ class ReplayManager:
         return f"{self.at} of {len(self.records)} records"
 
     async def trained(self, step):
+        self.steps = step + 1
         self.tell("trained", step)
+
+    def trained_steps(self):
+        return self.steps
 
     async def pause(self):
         """Nothing runs."""
+        self.lose_engines()
+
+    def lose_engines(self):
+        """Where the loop of the recorded run began anew since no engine was left, this one does, too: its syncs and the cycles of
+        its old log-probs are the same."""
+        if self.at < len(self.records) and self.records[self.at]["event"] == "revive":
+            raise NoEngineLeft("no engine was left in the recorded run")
+
+    async def revive(self):
+        self.tell("revive", self.records[self.at]["step"])
 
     async def publish(self, version, expected):
         self.tell("sync", version)
@@ -90,7 +107,7 @@ class ReplayManager:
         while self.at < len(self.records):
             record = self.records[self.at]
             event = record["event"]
-            if event in ("batch", "trained", "sync") and (event, record.get("step", record.get("version"))) not in self.told:
+            if event in WAITING and (event, record.get("step", record.get("version"))) not in self.told:
                 break
             self.apply(event, record)
             self.at += 1
@@ -111,7 +128,7 @@ class ReplayManager:
                 self.stream.publish(self.published)
         elif event == "resume":
             self.resumed(record["step"])
-        # submit, abort, save: they move no group
+        # submit, abort, save, revive: they move no group
 
     def draw(self, record):
         if self.stream and self.stream.room == 0:
@@ -159,7 +176,6 @@ class ReplayManager:
                 if sample.part == 0:
                     self.compare(sample, answer)
                 vars(sample).update(vars(answer))
-        self.batches[step] = groups
 
     def compare(self, sample, answer):
         """What the buffer knows of a sample and its recorded answer must be of one piece. (An own generate function may date a

@@ -557,6 +557,7 @@ class RolloutManager:
             while not (await asyncio.wait({waiting}, timeout=1))[0]:
                 self.watchdog.alive()              # a restart has limits of its own
         await waiting
+        self.fleet.ledger.write("revive", step=self.steps)
 
     def trained_steps(self):
         return self.steps

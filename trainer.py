@@ -67,7 +67,7 @@ class TrainWorker:
 
     def train_step(self, step, batch):
         started, lr = time.time(), self.optimizer.param_groups[0]["lr"]
-        if self.args.policy_old == "recompute" and (self.cycle_step is None or step % self.args.update_weights_interval == 0):
+        if self.args.policy_old == "recompute" and self.cycle_step is None:
             self.begin_cycle(step)
         updates = [self.plan(batch, indices) for indices in update_ranges(batch)]
         noted = self.parity(step, batch, [micro for plan in updates for micro in plan])
@@ -80,7 +80,7 @@ class TrainWorker:
                    "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9}
         if self.args.record_path:         # beside the recorded batch: how far engine and trainer are apart, token by token
             rows = self.everywhere(batch, [micro for plan in updates for micro in plan], batch["trained_logprobs"])
-            metrics |= {"logprobs": torch.cat(rows).float()} if self.rank == 0 else {}
+            metrics |= {"logprobs": torch.cat([rows[i] for i in batch["file_order"]]).float()} if self.rank == 0 else {}
         if self.args.colocate and self.args.device == "cuda":
             torch.cuda.empty_cache()      # an engine wants its memory back on this GPU
         return {**metrics, "started": started, "perf/train_time": time.time() - started}
@@ -321,6 +321,7 @@ class TrainWorker:
         self.sender.prepare()
 
     def send_weights(self, version):
+        self.cycle_step = None                # the next step begins a cycle of old log-probs, wherever the loop began anew
         with self.watchdog.at("the sync: sending the weights"):
             return self.sender.send(version)
 

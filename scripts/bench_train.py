@@ -84,7 +84,7 @@ def make_batch(options, hf, step):
             "tokens": [g.integers(4, min(hf.vocab_size, 250), size=options.length) for _ in range(count)],
             "response_lengths": [response] * count, "loss_mask": [np.ones(response, np.float32)] * count,
             "rollout_logprobs": [np.full(response, -5.0, np.float32)] * count, "rewards": list(g.random(count)),
-            "versions": [[[step, response]]] * count, "columns": {}}
+            "versions": [[[step, response]]] * count, "columns": {}, "file_order": range(count)}
 
 
 def flops(hf, options):

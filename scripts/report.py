@@ -200,13 +200,13 @@ def pick_samples(folder, args, steps):
 
 
 def trainer_logprobs(path, groups):
-    """{(group id, sample's index): log-probs of its response by the trainer}, {} where they are not recorded."""
+    """{(group id, sample's index, its part): log-probs of its response by the trainer}, {} where they are not recorded."""
     file = path.replace(".npz", ".trainer.npy")
     if not os.path.exists(file):
         return {}
     flat, found, at = np.load(file), {}, 0
     for sample in (sample for group in groups for sample in group.samples):
-        found[sample.group_id, sample.index] = flat[at:at + len(sample.response_tokens)]
+        found[sample.group_id, sample.index, sample.part] = flat[at:at + len(sample.response_tokens)]
         at += len(sample.response_tokens)
     return found
 
@@ -215,8 +215,8 @@ def pick_groups(groups, trained, step, budget):
     """[(group, why)]: the one with the longest answer, the one with the largest difference of log-probs, then groups at random,
     which tell what is usual, as long as they fit into a budget of tokens; the first one in any case."""
     def difference(group):
-        return max((np.abs(np.array(s.rollout_logprobs) - trained[s.group_id, s.index]).max(initial=0.0) for s in group.samples
-                    if (s.group_id, s.index) in trained), default=0.0)
+        return max(np.abs(np.array(s.rollout_logprobs) - trained[s.group_id, s.index, s.part]).max(initial=0.0)
+                   for s in group.samples)
 
     at_random = random.Random(step).sample(groups, len(groups))
     order = [(max(groups, key=lambda group: max(group.response_lengths)), "longest answer of the step")]
@@ -243,7 +243,7 @@ def show_group(group, trained, why, pieces):
         samples.append({"reward": s.reward, "status": s.status, "length": length, "runs": s.version_runs, "cut": cut,
                         "tools": [i for i, mask in enumerate(s.loss_mask) if not mask], "tokens": pieces(tokens),
                         "engine": keep(s.rollout_logprobs),
-                        "trainer": keep(trained[s.group_id, s.index]) if trained else None})
+                        "trainer": keep(trained[s.group_id, s.index, s.part]) if trained else None})
     return {"id": group.group_id, "row": group.row, "epoch": group.epoch, "why": why, "prompt": group.samples[0].prompt,
             "label": str(group.samples[0].label), "size": len(group.samples), "samples": samples}
 

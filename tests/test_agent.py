@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -410,6 +411,7 @@ def test_a_stream_of_conversations_is_interrupted_continued_trained_and_replayed
     assert len(interrupted) > 3 and any(len(r["tokens"]) > 4 for r in interrupted), "no helper was interrupted"
     ran = (tmp_path / "talks" / "tool.log").read_text().splitlines()
     assert len(ran) == len(set(ran)), "a tool ran twice"
+    rows = harness.metrics(tmp_path, "talks")
     for step in range(8):
         for group in load_groups(str(tmp_path / "talks" / "samples" / f"step_{step:07d}.npz")):
             helpers = [s for s in group.samples if s.part]
@@ -420,7 +422,11 @@ def test_a_stream_of_conversations_is_interrupted_continued_trained_and_replayed
                 assert all(logprob == 0.0 for logprob, mask in zip(s.rollout_logprobs, s.loss_mask) if not mask)
                 assert all(logprob < 0.0 for logprob, mask in zip(s.rollout_logprobs, s.loss_mask) if mask)
                 assert bool(s.messages) == (s.part == 0) and s.reward == group.attempts[s.index].reward
-    rows = harness.metrics(tmp_path, "talks")
+        file = tmp_path / "talks" / "samples" / f"step_{step:07d}.npz"
+        whole = [s for group in load_groups(str(file)) for s in group.samples]
+        engine_said, mask = (np.concatenate([getattr(s, name) for s in whole]) for name in ("rollout_logprobs", "loss_mask"))
+        apart = np.abs(np.load(str(file).replace(".npz", ".trainer.npy")) - engine_said)[mask > 0].mean()
+        assert apart == pytest.approx(rows[step]["train/logprob_abs_diff"], rel=1e-5), "of other tokens"
     assert all(row["rollout/turns"] == 2.0 for row in rows) and max(row["staleness/max"] for row in rows) > 0
     status, output = light.run("train_fully_async.py", ["--replay", str(tmp_path / "talks"), "--output-dir", str(tmp_path),
                                                         "--run-name", "again"])

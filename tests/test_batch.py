@@ -102,6 +102,7 @@ def test_several_samples_of_an_attempt_by_hand():
     assert [row.tolist() for row in batch["tokens"]] == [[11, 12, 20, 21], [1, 30, 31], [11, 12, 9], [1, 30, 31],
                                                          [11, 12, 20], [11, 12, 9]]
     assert batch["update_sizes"] == [4, 2] and batch["shares"] == [0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
+    assert batch["file_order"] == [0, 2, 1, 4, 5]            # in the file the further sample is behind both attempts
     assert batch["group_ids"] == [3, 3, 3, -4, 4, 4] and batch["rewards"] == [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
     assert [mask.tolist() for mask in batch["loss_mask"]] == [[1, 1], [1, 1], [0], [0, 0], [1], [0]]
     metrics = batch_metrics(ARGS, 5, groups)

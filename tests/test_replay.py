@@ -3,9 +3,12 @@
 import json
 import os
 import shutil
+import signal
+import threading
 
 import pytest
 
+import engines
 import harness
 import light
 import scripted_engine
@@ -128,6 +131,52 @@ def test_a_record_that_was_interrupted_and_resumed_replays_as_one_run(number, ki
     status, output = replay(script, folder)
     assert status == 0, output[-3000:]
     assert harness.same_bits(harness.saved_state(tmp_path, "recorded", STEPS), harness.saved_state(tmp_path, "replayed", STEPS))
+
+
+@pytest.fixture
+def one():
+    """The only engine, started again when it is dead. An answer takes it a third of a second."""
+    single = engines.Engines(1, vocab_size=250, lengths="1:5,1:6", unit_seconds=0.06, budget=8)
+    yield single
+    single.stop()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("script, flags", [
+    ("train_async.py", {}),
+    ("train_async.py", dict(update_weights_interval=2, policy_old="recompute", over_sampling_batch_size=6, partial_rollout=True)),
+    ("train_fully_async.py", dict(update_weights_interval=2, policy_old="recompute", staleness_threshold=0.5,
+                                  partial_rollout=True)),
+])
+def test_a_run_whose_last_engine_died_and_came_back_replays(script, flags, model, one, tmp_path):
+    """Killed as it generates for step 3, which lies between two syncs of a k of 2. What restarted there publishes version 3, and
+    with --policy-old recompute its weights are the old policy from step 3 on: the first update finds no distance to it."""
+    ledger, killed = tmp_path / "recorded" / "ledger.jsonl", threading.Event()
+
+    def kill():     # step 2 has its batch, version 2 is out; the engine takes four groups at a time, so it is at step 3's
+        while not killed.wait(0.002):
+            events = [(r["event"], r.get("step", r.get("version"))) for r in harness.read_jsonl(ledger)]
+            if {("batch", 2), ("sync", 2)} <= set(events) and ("submit", None) in events[events.index(("sync", 2)):]:
+                one.signal(0, signal.SIGKILL)
+                return
+
+    threading.Thread(target=kill, daemon=True).start()
+    light.succeed(script, harness.flags(model, tmp_path, "recorded", one.urls, num_rollout=7, save_interval=8,
+                                        generate_timeout=15, sglang_server_concurrency=8, **flags))
+    killed.set()
+    records = list(Ledger.read(str(ledger)))
+    at = next(i for i, r in enumerate(records) if r["event"] == "revive")
+    after = [(r["event"], r.get("step", r.get("version"))) for r in records[at:] if r["event"] in ("revive", "sync", "batch")]
+    assert after[:3] == [("revive", 3), ("sync", 3), ("batch", 3)]
+    status, output = replay(script, str(tmp_path / "recorded"))
+    assert status == 0, output[-3000:]
+    assert harness.same_bits(harness.saved_state(tmp_path, "recorded", 7), harness.saved_state(tmp_path, "replayed", 7))
+    rows = [harness.metrics(tmp_path, name) for name in ("recorded", "replayed")]
+    for name in ("train/loss", "train/first_ppo_kl", "staleness/histogram", "rollout/reward"):
+        assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]]
+    if flags:
+        moved = [row["step"] for row in rows[0] if row["train/first_ppo_kl"] != 0.0]
+        assert moved == [1, 5], "old log-probs are not those of the last published weights"
 
 
 @pytest.mark.contract

@@ -173,6 +173,19 @@ def test_samples_are_whole_and_cut_where_they_are_long(tiny_model, tmp_path):
     assert len(sample["tokens"]) == len(sample["engine"]) == len(sample["trainer"]) == 2000
 
 
+def test_further_samples_of_an_attempt_have_their_own_log_probs(tmp_path):
+    """Two attempts and a further sample of the first: by hand, each token's difference is that of its own sample."""
+    samples = [Sample(5, index, 0, "", "", [7], part=part) for index, part in ((0, 0), (1, 0), (0, 1))]
+    for sample, engine in zip(samples, ([-1.0, -2.0, -3.0], [-4.0, -5.0], [-6.0, -7.0])):
+        sample.append([9] * len(engine), engine, 0)
+    groups, path = [Group(5, 0, 0, samples)], str(tmp_path / "step.npz")
+    np.save(path.replace(".npz", ".trainer.npy"), np.array([-1.5, -2.5, -3.5, -4.5, -5.5, -6.5, -7.5], np.float32))
+    trained = report.trainer_logprobs(path, groups)
+    assert report.pick_groups(groups, trained, 0, 100) == [(groups[0], "longest answer of the step")]
+    shown = report.show_group(groups[0], trained, "", lambda ids: list(map(str, ids)))
+    assert [s["trainer"] for s in shown["samples"]] == [[-1.5, -2.5, -3.5], [-4.5, -5.5], [-6.5, -7.5]]
+
+
 def test_a_character_of_several_tokens_stands_at_its_last(tiny_model):
     from transformers import AutoTokenizer
     ids = AutoTokenizer.from_pretrained(tiny_model).encode("aé😀b")
@@ -186,8 +199,8 @@ def test_the_longest_and_the_most_different_come_first(tiny_model, tmp_path):
     groups, trained = make_groups(draw, AutoTokenizer.from_pretrained(tiny_model), 1)
     rows, at = {}, 0
     for s in (s for group in groups for s in group.samples):
-        rows[s.group_id, s.index] = np.array(s.rollout_logprobs)
-    rows[17, 3] = rows[17, 3] + 0.25
+        rows[s.group_id, s.index, 0] = np.array(s.rollout_logprobs)
+    rows[17, 3, 0] = rows[17, 3, 0] + 0.25
     length = 10 + max(range(GROUPS), key=lambda g: max(groups[g].response_lengths))
     picked = report.pick_groups(groups, rows, 0, 10 ** 6)
     assert [(g.group_id, why.split()[0]) for g, why in picked[:2]] == [(length, "longest"), (17, "largest")] and length != 17

@@ -65,7 +65,8 @@ def make_batch(seed, groups=4, n=4):
     columns = {"level": [float(i % 3) for i in range(groups * n)],
                "trust": [np.linspace(0, 1, length) for length in batch["response_lengths"]]}
     sizes = [FLAGS["global_batch_size"]] * (groups * n // FLAGS["global_batch_size"])
-    return {"step": seed, "columns": columns, "shares": [1.0] * groups * n, "update_sizes": sizes, **batch}
+    return {"step": seed, "columns": columns, "shares": [1.0] * groups * n, "update_sizes": sizes,
+            "file_order": range(groups * n), **batch}
 
 
 # ---- the reference: a plain loop --------------------------------------------------------------------------
@@ -236,6 +237,8 @@ def work(rank, cases, model, out, master):
     for name, policy_old, args in cases:
         worker = TrainWorker(args, rank, master(name, policy_old))
         metrics = [worker.train(0, make_batch(0))]
+        if args.update_weights_interval == 1:
+            worker.send_weights(1)                               # to no engine: a version all the same
         worker.save(os.path.join(out, f"saved-{name}-{policy_old}"))
         metrics.append(worker.train(1, make_batch(1)))
         worker.export(os.path.join(out, f"{name}-{policy_old}"))
