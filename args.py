@@ -25,7 +25,7 @@ def parse_args(argv=None, script="train_async.py"):
     """argv: list of strings (None: the command line). Returns the checked namespace; exits with one line on bad input."""
     parser = argparse.ArgumentParser(
         prog=script, usage=f"{script} [flags]    (--help lists them)", allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=42, width=150),
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
         epilog="Any --sglang-FLAG is handed to the SGLang server as --FLAG.")
     for add in (add_run, add_cluster, add_model, add_data, add_rollout, add_eval, add_algorithm, add_correction, add_async,
                 add_optimizer, add_batching, add_sync, add_checkpoint, add_replay, add_debug):

@@ -24,10 +24,10 @@ import psutil
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 
-import engines            # noqa: E402
-import harness            # noqa: E402
-import light              # noqa: E402
-from buffer import Ledger  # noqa: E402
+import engines
+import harness
+import light
+from buffer import Ledger
 
 
 # ---- in the run -------------------------------------------------------------------------------------------
