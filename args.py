@@ -388,6 +388,8 @@ def derive(args, script):
         args.num_rollout = min(args.num_rollout or steps, steps)
         if steps == 0 or not os.path.exists(samples_path(args.replay).format(step=0)):
             raise ValueError(f"--replay {args.replay} --replay-data-only: no batch was recorded and trained there")
+    if args.replay and not os.path.exists(samples_path(args.replay).format(step=0)):
+        raise ValueError(f"--replay {args.replay}: no batch was recorded there (a run of --no-record, or itself a replay)")
     args.without_engines = bool(args.debug_train_only or args.replay)
     if args.device == "auto":
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

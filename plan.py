@@ -135,6 +135,7 @@ def describe(args):
     gpus = args.world_size + (0 if args.colocate else args.rollout_num_gpus)
     parts = ", ".join(f"{part} {gb:.1f}" for part, gb in memory.items())
     kind, unit = "bf16" if args.bf16 else "fp32", "GPUs" if args.device == "cuda" else "processes"
+    on_gpus = args.device == "cuda"
     lines = [
         ("model", f"{config['model_type']}, {count:,} parameters, {config['num_hidden_layers']} layers, {kind}"),
         ("layout", f"{gpus} {unit} on {nodes_needed(args)} node(s): "
@@ -146,11 +147,14 @@ def describe(args):
                   f"{args.global_batch_size // args.data_parallel_size} for each data-parallel rank; a sample has at most "
                   f"{args.rollout_max_prompt_len:,} + {args.rollout_max_response_len:,} = {longest:,} tokens"),
         ("loss", policies(args)),
-        ("training", f"{sum(memory.values()):.1f} GB of {args.gpu_memory_gb:g} on the fullest rank: {parts}"),
-        ("engine", f"{weights:.1f} GB of weights and {max(cache, 0):.1f} of KV cache = {tokens:,} tokens on each GPU: "
-                   f"{tokens // longest:,} samples of full length at once"),
-        ("sync", f"{size / 1e9:.2f} GB, about {1e3 * sync_seconds(size):.0f} ms by NVLink"),
+        ("training", f"{sum(memory.values()):.1f} GB{f' of {args.gpu_memory_gb:g}' * on_gpus} on the fullest rank: {parts}"),
+        ("engine", f"{weights:.1f} GB of weights" + on_gpus * (
+            f" and {max(cache, 0):.1f} of KV cache = {tokens:,} tokens on each GPU: {tokens // longest:,} samples of full length "
+            f"at once")),
+        ("sync", f"{size / 1e9:.2f} GB" + on_gpus * f", about {1e3 * sync_seconds(size):.0f} ms by NVLink"),
     ]
+    if not on_gpus:          # nothing is known of this machine's memory
+        return "\n".join(f"{name:<10}{said}" for name, said in lines), True
     text, good = "\n".join(f"{name:<10}{said}" for name, said in lines), fits(args, config)
     if cache <= 0:
         text += "\nthe engine does not fit: a larger --rollout-num-gpus-per-engine, or --sglang-mem-fraction-static"

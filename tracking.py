@@ -201,6 +201,9 @@ class Tracker:
             print(f"seconds per step: {mean('perf/step_time'):.2f} = waiting for generation {mean('perf/wait_prev_gen'):.2f} "
                   f"+ sync {mean('sync/time'):.2f} + training {mean('perf/train_time'):.2f} + other; generation "
                   f"{mean('perf/generate_time'):.2f}")
+            if self.recorded:              # a difference would have ended the run
+                losses = "; losses and gradient norms, too" if self.args.device == "cpu" else ""
+                print(f"every decision and batch was the record's in all {len(rows)} steps{losses}")
             if not self.args.without_engines:
                 print(f"idle: trainer {mean('perf/train_idle_share'):.0%}, engines {mean('perf/rollout_idle_share'):.0%}. "
                       f"{advice(self.args, rows)}")
@@ -323,7 +326,8 @@ def advice(args, rows):
     rows = rows[1:] or rows
     share = wait_share(rows)
     if share < 0.05:
-        return "wait_prev_gen is near 0: fewer rollout GPUs would do."
+        return "wait_prev_gen is near 0: " + ("fewer rollout GPUs would do." if args.num_engines > 1 else
+                                              "training is what takes the time.")
     if share < 0.25:
         return "wait_prev_gen is moderate."
     if length_tail(rows) > 4:

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import time
-from types import SimpleNamespace
 
 import pytest
 import requests

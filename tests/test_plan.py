@@ -103,4 +103,4 @@ def test_every_recipe_plans_on_a_machine_without_a_gpu(recipe):
     run = subprocess.run(["bash", os.path.join(harness.ROOT, "scripts", recipe), "--dry-run"], capture_output=True, text=True, timeout=120,
                          cwd="/")
     assert run.returncode == 0, run.stderr[-2000:]
-    assert "training ranks" in run.stdout and "KV cache" in run.stdout
+    assert "training ranks" in run.stdout and "GB of weights" in run.stdout and ("KV cache" in run.stdout) == ("GPUs on" in run.stdout)

@@ -14,7 +14,7 @@ import pytest
 
 import harness
 from batch import save_groups
-from buffer import Group, Ledger, Sample
+from buffer import Group, Sample
 
 import report
 
