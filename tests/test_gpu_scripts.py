@@ -1,5 +1,6 @@
 """The scripts that measure on GPUs: what of them can be checked without one."""
 
+import asyncio
 import json
 import os
 import statistics
@@ -11,7 +12,12 @@ sys.path[:0] = [os.path.join(ROOT, "scripts"), os.path.join(ROOT, "scripts", "gp
 import pytest
 
 import bench_async_gpu
+import harness
+import rollout
+import scripted_engine
 import smollm2
+from args import parse_args
+from batch import load_groups
 
 
 def test_forced_lengths_have_the_long_tail_and_follow_from_row_and_index():
@@ -22,6 +28,30 @@ def test_forced_lengths_have_the_long_tail_and_follow_from_row_and_index():
     assert min(lengths) >= 1 and max(lengths) == 8192
     assert bench_async_gpu.forced_length(7, 3, 512, 8192) == lengths[7 * 8 + 3]
     assert len(set(lengths[:8])) > 4                                   # the samples of a group differ
+
+
+def test_every_answer_has_the_length_that_it_is_given(tmp_path, monkeypatch):
+    """The engine would go on for 40 tokens, and the flag allows 30: each sample ends where its row and index say."""
+    servers = scripted_engine.start(1, vocab_size=250, lengths="40")
+    try:
+        monkeypatch.setattr(bench_async_gpu.placement, "RolloutManager", None)
+        monkeypatch.setattr(rollout.ray, "put", lambda batch: batch)
+        bench_async_gpu.force_lengths(median=8, longest=24)
+        args = parse_args(harness.flags(harness.make_model(tmp_path), tmp_path, "run", [servers[0][1]], rollout_max_response_len=30))
+
+        async def batch():
+            manager = bench_async_gpu.placement.RolloutManager(args)
+            manager.connect([servers[0][1]])
+            await manager.publish(0, None)
+            await manager.generate(0)
+            await manager.session.close()
+        asyncio.run(batch())
+    finally:
+        scripted_engine.stop(servers)
+    samples = [s for group in load_groups(args.record_path.format(step=0)) for s in group.samples]
+    assert len(samples) == 8
+    for s in samples:
+        assert len(s.response_tokens) == bench_async_gpu.forced_length(s.row, s.index, 8, 24)
 
 
 def test_the_curve_adds_up_the_steps_and_the_evaluation_is_first_and_last(tmp_path):

@@ -59,8 +59,8 @@ class ForcedLengths(RolloutManager):
         super().__init__(args)
         self.stops = []
 
-    async def continue_sample(self, work, sample, temperature, max_response_len):
-        return await super().continue_sample(work, sample, temperature, self.length(sample.row, sample.index))
+    async def continue_sample(self, work, sample, sampling):
+        return await super().continue_sample(work, sample, {**sampling, "max_len": self.length(sample.row, sample.index)})
 
     async def ask(self, work, sample, payload):
         payload["sampling_params"]["ignore_eos"] = True
