@@ -5,6 +5,7 @@ measured on H200s (docs/gpu/results.md).
 """
 
 import os
+from types import SimpleNamespace
 
 # family, hidden size, layers, heads, key-value heads, head dim, intermediate size, vocabulary, tied head
 SHAPES = {
@@ -98,15 +99,16 @@ def sync_seconds(size):
     return fixed + per_terabyte * size / 1e12
 
 
+def training_fits(args, config):
+    return sum(trainer_memory(args, config).values()) < FULL * args.gpu_memory_gb
+
+
 def fits(args, config):
-    memory = sum(trainer_memory(args, config).values())
-    weights, cache, _ = engine_memory(args, config)
-    return memory < FULL * args.gpu_memory_gb and cache > 0
+    return training_fits(args, config) and engine_memory(args, config)[1] > 0
 
 
 def cheapest(args, config):
     """The least tensor and pipeline parallel sizes with which training would fit these GPUs, as flags; None: none does."""
-    from types import SimpleNamespace
     for size in (1, 2, 4, 8, 16, 32, 64):
         for tp in [t for t in (8, 4, 2, 1) if size % t == 0 and t <= args.num_gpus_per_node]:
             pp = size // tp
@@ -117,7 +119,7 @@ def cheapest(args, config):
                 other = SimpleNamespace(**{**vars(args), "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
                                            "sequence_parallel": tp > 1, "use_distributed_optimizer": True,
                                            "data_parallel_size": args.world_size // size, **change})
-                if sum(trainer_memory(other, config).values()) < FULL * args.gpu_memory_gb:
+                if training_fits(other, config):
                     flags = [f"--tensor-model-parallel-size {tp}"] * (tp > 1) + ["--sequence-parallel"] * (tp > 1)
                     flags += [f"--pipeline-model-parallel-size {pp}"] * (pp > 1) + ["--use-distributed-optimizer"]
                     return " ".join(flags + ["--recompute-granularity full"] * bool(change))
@@ -134,11 +136,10 @@ def describe(args):
     size = count * (2 if args.bf16 else 4)
     gpus = args.world_size + (0 if args.colocate else args.rollout_num_gpus)
     parts = ", ".join(f"{part} {gb:.1f}" for part, gb in memory.items())
-    kind, unit = "bf16" if args.bf16 else "fp32", "GPUs" if args.device == "cuda" else "processes"
-    on_gpus = args.device == "cuda"
+    on_gpus, kind = args.device == "cuda", "bf16" if args.bf16 else "fp32"
     lines = [
         ("model", f"{config['model_type']}, {count:,} parameters, {config['num_hidden_layers']} layers, {kind}"),
-        ("layout", f"{gpus} {unit} on {nodes_needed(args)} node(s): "
+        ("layout", f"{gpus} {'GPUs' if on_gpus else 'processes'} on {nodes_needed(args)} node(s): "
                    f"{args.world_size} training ranks = TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size}"
                    f" x DP {args.data_parallel_size}; {args.num_engines} engine(s) of TP {args.rollout_num_gpus_per_engine}"
                    + (", on the same GPUs" if args.colocate else "")),
@@ -153,14 +154,14 @@ def describe(args):
             f"at once")),
         ("sync", f"{size / 1e9:.2f} GB" + on_gpus * f", about {1e3 * sync_seconds(size):.0f} ms by NVLink"),
     ]
+    text = "\n".join(f"{name:<10}{said}" for name, said in lines)
     if not on_gpus:          # nothing is known of this machine's memory
-        return "\n".join(f"{name:<10}{said}" for name, said in lines), True
-    text, good = "\n".join(f"{name:<10}{said}" for name, said in lines), fits(args, config)
+        return text, True
     if cache <= 0:
         text += "\nthe engine does not fit: a larger --rollout-num-gpus-per-engine, or --sglang-mem-fraction-static"
-    if sum(memory.values()) >= FULL * args.gpu_memory_gb:
+    if not training_fits(args, config):
         flags = cheapest(args, config)
         text += "\nthe training does not fit" + (f": the cheapest layout that does: {flags}" if flags else
                                                  ", and no layout on so many ranks does: more of them, or a lower "
                                                  "--max-tokens-per-gpu")
-    return text, good
+    return text, fits(args, config)

@@ -23,7 +23,7 @@ import placement
 import smollm2
 import train_sync
 from bench_async_gpu import force_lengths, write_prompts
-from shapes import SHAPES, make_shape
+from shapes import make_shape
 
 RUNS = {"plain": [], "over": ["--over-sampling-batch-size", "48", "--partial-rollout"]}
 
@@ -46,7 +46,7 @@ def main():
 
 def own_flags(options, folder):
     """What a shape needs in place of the recipe's task; also makes its folder."""
-    if options.name not in (*SHAPES, "tiny"):
+    if os.path.isdir(options.name):
         return []
     longest = 1024 if options.device == "cuda" else 64
     options.model = make_shape(options.name, folder)

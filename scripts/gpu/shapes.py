@@ -7,16 +7,14 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
-# hidden, layers, heads, intermediate, tied head, key-value heads; heads are of 128 and there are 151,936 tokens everywhere
-SHAPES = {"0.6B": (1024, 28, 16, 3072, True, 8), "1.7B": (2048, 28, 16, 6144, True, 8), "4B": (2560, 36, 32, 9728, True, 8),
-          "8B": (4096, 36, 32, 12288, False, 8),
-          "2.5-1.5B": (1536, 28, 12, 8960, True, 2), "2.5-3B": (2048, 36, 16, 11008, True, 2)}       # Qwen2.5: a smaller KV cache
+from plan import known_config
 
 
 def make_shape(name, folder):
-    """Writes FOLDER/NAME, with a few prompts in it; 'tiny' is for a rehearsal on the CPU. Returns the path."""
+    """Writes FOLDER/NAME, with a few prompts in it: 0.6B, 8B, ... of Qwen3 and 2.5-3B, ... of Qwen2.5, whose KV cache is smaller (see
+    plan.SHAPES); 'tiny' is for a rehearsal on the CPU. Returns the path."""
     import make_tiny_model
-    from transformers import Qwen2Config, Qwen3Config
+    from transformers import AutoConfig
 
     path = os.path.join(folder, name)
     tokenizer = make_tiny_model.build_tokenizer()
@@ -24,12 +22,12 @@ def make_shape(name, folder):
         config = make_tiny_model.build_model(tokenizer, 0).config
         config.architectures = ["Qwen3ForCausalLM"]
     else:
-        hidden, layers, heads, inner, tied, kv_heads = SHAPES[name]
-        family, kind = (Qwen2Config, "Qwen2") if name.startswith("2.5") else (Qwen3Config, "Qwen3")
-        config = family(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-                        head_dim=128, intermediate_size=inner, vocab_size=151936, tie_word_embeddings=tied,
-                        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1e6, eos_token_id=151645,
-                        bos_token_id=151643, architectures=[f"{kind}ForCausalLM"], dtype="bfloat16")
+        shape = known_config(f"qwen{name}" if name.startswith("2.5") else f"qwen3-{name}")
+        if shape is None:
+            raise ValueError(f"there is no shape {name!r}; plan.SHAPES has them all")
+        config = AutoConfig.for_model(**shape, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1e6, eos_token_id=151645,
+                                      bos_token_id=151643, dtype="bfloat16",
+                                      architectures=[f"{shape['model_type'].title()}ForCausalLM"])
     tokenizer.save_pretrained(path)
     config.save_pretrained(path)
     with open(os.path.join(path, "prompts.jsonl"), "w") as f:
