@@ -122,16 +122,17 @@ def test_an_engine_that_hangs_is_left_out_until_it_answers(model, fleet, tmp_pat
 
 
 @pytest.mark.parametrize("orders, why", [
-    ({"die": 1, "verb": "update_weights_from_distributed", "seconds": 0.0}, "update_weights_from_distributed: "),
+    ({"die": 1, "verb": "update_weights_from_distributed", "seconds": 0.0}, "(update_weights_from_distributed|flush_cache): "),
     ({"hang": 1, "verb": "update_weights_from_distributed"}, "no answer within 4 s"),
-    ({"die": 1, "verb": "init_weights_update_group", "seconds": 0.0}, "init_weights_update_group: "),
+    ({"die": 1, "verb": "init_weights_update_group", "seconds": 0.0}, "(init_weights_update_group|flush_cache): "),
     ({"refuse": 1, "verb": "continue_generation"}, "continue_generation: HTTP 500"),
     ({"flip": True}, "tensors are not the trainer's"),
     ({"stale": "tensors"}, "tensors are not the trainer's"),
     ({"answers": "old_version"}, "generated with version"),
 ], ids=lambda value: "" if isinstance(value, str) else " ".join(map(str, value)))
 def test_an_engine_that_fails_in_a_sync_is_left_out_and_comes_back(orders, why, model, fleet, tmp_path):
-    """In the middle of a run: the sync is repeated without it, within the time limit of a bucket; it is back at a later sync."""
+    """In the middle of a run: the sync is repeated without it, within the time limit of a bucket; it is back at a later sync. The
+    caches are flushed beside the update, so of an engine that dies either request may bring the news."""
     three = fleet(3)
 
     def spoil():
@@ -150,7 +151,7 @@ def test_an_engine_that_fails_in_a_sync_is_left_out_and_comes_back(orders, why, 
     light.succeed("train_async.py", harness.flags(model, tmp_path, "run", three.urls, num_rollout=8, **QUICK))
     check_nothing_is_lost(tmp_path, 8)
     lost = [r for r in records(tmp_path, "engine") if r["engine"] == 2 and r["state"] == "lost"]
-    assert lost and why in lost[0]["why"] and time.time() - started < 40
+    assert lost and re.search(why, lost[0]["why"]) and time.time() - started < 40
     assert back.acted is not None and "up" in states(tmp_path, 2)
     assert not any(three.report(i)["paused"] for i in range(3))
 
