@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import traceback
-import uuid
 
 import ray
 from ray.util.placement_group import placement_group
@@ -218,7 +217,6 @@ def launch(args, engines):
              f"{len(engines)} engines, {len(trainers)} training ranks, rollout manager")
     urls = urls or ray.get(starting)
     ray.get(rollout.connect.remote(urls, engines))
-    ray.get([trainer.join_engines.remote(urls, uuid.uuid4().hex[:8]) for trainer in trainers])   # a new name for each run
     print(f"everything is up after {time.time() - started:.0f} s", flush=True)
     return trainers, rollout
 

@@ -312,7 +312,7 @@ class TrainWorker:
 
     def join_engines(self, urls, group):
         with self.watchdog.at("the sync: joining the engines"):
-            self.sender.join(urls, group)
+            return self.sender.join(urls, group)
 
     def leave_engines(self):
         self.sender.leave()
@@ -320,10 +320,11 @@ class TrainWorker:
     def prepare_weights(self):
         self.sender.prepare()
 
-    def send_weights(self, version):
+    def send_weights(self, updated):
+        """updated: a list of the reference, which Ray would wait for if it stood alone."""
         self.cycle_step = None                # the next step begins a cycle of old log-probs, wherever the loop began anew
         with self.watchdog.at("the sync: sending the weights"):
-            return self.sender.send(version)
+            self.sender.send(*updated)
 
     def fingerprints(self):
         return self.sender.fingerprints()

@@ -4,7 +4,8 @@ It makes POST /weights_checker {"action": "checksum"} answer with fingerprints (
 Hugging Face checkpoint instead of hashes of SGLang's own, fused and padded ones, and on a machine without CUDA.
 
 And POST /update_weights_from_distributed takes all buckets of a sync in one request (load_format: buckets.FORMAT=LIMIT). SGLang's
-own way is a request for each bucket, 3 to 4 ms apart, in which nothing flies while a bucket is loaded.
+own way is a request for each bucket, 3 to 4 ms apart, in which nothing flies while a bucket is loaded. With flush_cache it forgets
+every cached prefix, too, and says so (buckets.FLUSHED); where a request is still on its way out SGLang itself would die of that.
 """
 
 import dataclasses
@@ -20,6 +21,8 @@ def register():
     HookRegistry.register(srt + "utils.weight_checker.WeightChecker._compute_checksum", checksums, HookType.REPLACE)
     HookRegistry.register(srt + "model_executor.model_runner_components.weight_updater.WeightUpdater."
                           "update_weights_from_distributed", update_weights, HookType.AROUND)
+    HookRegistry.register(srt + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+                          "update_weights_from_distributed", flush_when_idle, HookType.AROUND)
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         HookRegistry.register(srt + "entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
 
@@ -59,6 +62,16 @@ def update_weights(original, updater, names, dtypes, shapes, group_name, load_fo
     except Exception as error:
         return False, f"receiving weights: {type(error).__name__}: {error}; those of this engine are partly new"
     return True, "weights received"
+
+
+def flush_when_idle(original, manager, request):
+    """Around SchedulerWeightUpdaterManager.update_weights_from_distributed: flushes behind the update if nothing runs."""
+    from buckets import FLUSHED
+    request.flush_cache = request.flush_cache and manager.is_fully_idle()
+    answer = original(manager, request)
+    if request.flush_cache:
+        answer.message += f", {FLUSHED}"
+    return answer
 
 
 @dataclasses.dataclass
