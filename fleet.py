@@ -54,7 +54,7 @@ class Fleet:
         self.args, self.ledger, self.lanes = args, ledger, []
         self.party = []                # the engines of the sync that is under way, or was last
         self.joined = None             # who is in the broadcast group: {(rank, restarts)}
-        self.quiet = True              # they are paused, or lent to the training
+        self.quiet = True              # no request is open: they get weights, or are lent to the training
         self.released = False          # the engines' memory is lent to the training
         self.updating = None           # the engines, to the weights of a sync
         self.stages = []               # what the trainers send, see WeightSender.join
@@ -247,7 +247,7 @@ class Fleet:
             flushed = await asyncio.gather(*(
                 self.call(lane, "update_from_distributed", stage["tensors"], stage["group"], stage["limit"], named,
                           stage["timeout"]) for lane in self.party))
-        if not sent or not all(flushed):
+        if not (sent and all(flushed)) and not self.released:      # a cache that was lent is empty
             await self.everyone("flush_cache", FLUSH_PATIENCE)
 
     async def updated(self):
