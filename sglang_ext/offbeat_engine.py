@@ -22,11 +22,20 @@ def register():
                           "update_weights_from_distributed", update_weights, HookType.AROUND)
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         HookRegistry.register(srt + "entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
+        HookRegistry.register(srt + "state_capturer.base.BaseHostCache.__init__", host_cache, HookType.REPLACE)
 
 
 def fork_children(result, *args, **kwargs):
     """Scheduler and detokenizer share the parent's imports (6 s of two cores each). CUDA does not survive a fork."""
     multiprocessing.set_start_method("fork", force=True)
+
+
+def host_cache(cache, num_tokens, num_layers, topk_size, name):
+    """Replaces BaseHostCache.__init__: where --enable-return-routed-experts keeps the experts of each token. Its own memory is
+    pinned, which there is only with CUDA."""
+    import torch
+    cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
+    cache.num_tokens, cache.num_layers, cache.topk_size, cache.name = num_tokens, num_layers, topk_size, name
 
 
 def checksums(checker):
