@@ -10,7 +10,8 @@ import shutil
 
 import ray
 
-LAYOUT = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer", "bf16")
+LAYOUT = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+          "use_distributed_optimizer", "bf16")
 
 
 def save(args, step, trainers, rollout):

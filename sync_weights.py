@@ -76,8 +76,8 @@ class WeightSender:
         Sources return what the engines have to know of their stage, see Fleet.update."""
         self.leave()
         self.in_place = self.args.colocate and self.args.device == "cuda"
-        self.gathers = self.in_place or mpu.get_data_parallel_rank() == 0
-        self.sends = self.in_place or self.gathers and mpu.get_tensor_model_parallel_rank() == 0
+        self.gathers = self.in_place or weight_map.gathers()
+        self.sends = self.in_place or weight_map.sends()
         if self.gathers and not self.plan:
             self.plan_buckets()
         if self.in_place:
@@ -96,13 +96,15 @@ class WeightSender:
                 "limit": self.args.update_weight_buffer_size, "timeout": self.timeout * len(self.plan)}
 
     def plan_buckets(self):
-        """What is the same in each sync. Views of a single shard are among it: they are the parameters' own memory."""
-        views = list(weight_map.hf_views(self.ddp, self.hf))
+        """What is the same in each sync. A rank that has all of a stage to itself also keeps the views: they are the parameters'
+        own memory. What is gathered is let go of at once."""
+        views, self.views = weight_map.hf_views(self.ddp, self.hf), None
+        if mpu.get_expert_tensor_and_model_parallel_world_size() == 1:
+            views = self.views = list(views)
         self.tensors = [(name, view.dtype, weight_map.hf_shape(view)) for name, view in views]
         self.plan = cut(self.tensors, self.args.update_weight_buffer_size)
-        self.views = views if mpu.get_tensor_model_parallel_world_size() == 1 else None
         if self.sends:
-            self.buckets = lay_out(self.plan, self.buffers, views[0][1].device)
+            self.buckets = lay_out(self.plan, self.buffers, next(self.ddp.parameters()).device)
             self.prints = [fingerprinter([(t, 0, 0) for t in tensors.values()]) for _, tensors in self.buckets]
 
     def in_turn(self, action):

@@ -32,7 +32,7 @@ class TrainWorker:
         os.environ["NCCL_CUMEM_ENABLE"] = "0"     # SGLang sets that for itself, and both ends of a group must agree
         self.args, self.rank = args, rank
         model.init_parallel(rank, args.world_size, f"tcp://{master}", args.tensor_model_parallel_size,
-                            args.pipeline_model_parallel_size, args.seed, args.distributed_timeout)
+                            args.pipeline_model_parallel_size, args.seed, args.distributed_timeout, args.expert_model_parallel_size)
         self.hf = model.load_hf_config(args.hf_checkpoint)
         policy = model.build_model(self.hf, args)
         model.load_weights(policy, self.hf, args.hf_checkpoint)
