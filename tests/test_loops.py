@@ -38,8 +38,8 @@ def engine():
 
 
 def weights(out, name, step):
-    state = harness.saved_state(out, name, step)
-    return {key: state[key] for key in ("model", "masters", "optimizer")}
+    """With masters and moments."""
+    return harness.saved_state(out, name, step)["parameters"]
 
 
 @pytest.mark.contract
