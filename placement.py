@@ -43,15 +43,15 @@ def run(train, args):
     trainers, engines, tracker, status, began, watchdog = [], [], None, 0, time.time(), None
     lock = take_folder(args)
     try:
-        step, folder = checkpoint.latest(args) if args.load else (0, None)
+        step = checkpoint.latest(args)[0] if args.load else 0
         if args.load and step >= (args.num_rollout or 0) and not (args.eval_only or args.save_hf):
             raise ValueError(f"--load {args.load}: the checkpoint has {step} steps already, so --num-rollout {args.num_rollout} "
                              f"leaves nothing to do")
         start_ray(args)
         signal.signal(signal.SIGTERM, end)                     # Ray has put its own handler there
         trainers, rollout = launch(args, engines)
-        if folder:
-            checkpoint.load(args, folder, step, trainers, rollout)
+        if args.load:                     # from the one before, if its bytes are not what was written
+            step = checkpoint.load(args, trainers, rollout)
         if not (args.eval_only or args.debug_rollout_only):
             print(policies(args), flush=True)
         if not args.eval_only and step < args.num_rollout:

@@ -99,7 +99,7 @@ class ReplayManager:
         """Nothing was sent."""
 
     def save(self, folder, step):
-        save_buffer(self.buffer, folder, step)
+        return save_buffer(self.buffer, folder, step)
 
     # ---- the record ---------------------------------------------------------------------------------------
     def tell(self, what, number):

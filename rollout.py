@@ -24,6 +24,7 @@ import aiohttp
 import ray
 from transformers import AutoTokenizer
 
+import checkpoint
 from agent import Agent, gather, no_exit, no_exit_async, plain_generate
 from args import load_function
 from batch import batch_metrics, load_groups, make_batch, plain_column, save_groups
@@ -583,7 +584,7 @@ class RolloutManager:
             self.buffer.trained(step)
 
     def save(self, folder, step):
-        save_buffer(self.buffer, folder, step)
+        return save_buffer(self.buffer, folder, step)
 
     def load(self, folder, step):
         self.steps = step
@@ -697,15 +698,15 @@ def make_stream(args, buffer, trained_steps=0):
 
 
 def save_buffer(buffer, folder, step):
-    """Writes the buffer's whole state, the batch that waits for training included; null where there is none."""
+    """Writes the buffer's whole state, the batch that waits for training included; null where there is none. Returns the file's
+    size and checksum."""
     if buffer:
         buffer.ledger.write("save", step=step)
-    with open(os.path.join(folder, "buffer.json"), "w") as f:
-        f.write(json.dumps(buffer and buffer.state()))     # json.dump writes piece by piece, a third slower
-        f.flush()
-        os.fsync(f.fileno())
+    text = json.dumps(buffer and buffer.state()).encode()      # json.dump writes piece by piece, a third slower
+    written = checkpoint.write(os.path.join(folder, "buffer.json"), lambda file: file.write(text))
     if buffer:
         buffer.ledger.sync()
+    return written
 
 
 def sampling_seed(seed, sample):

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+import checkpoint
 import critic
+import rank_state
 import weight_map
 from args import load_function
 from loss import (ADVANTAGES, LOSSES, correction_metrics, gae, importance_weights, kept_scale, kl_estimate, overlong_penalty,
@@ -330,15 +332,20 @@ class TrainWorker:
         return self.sender.fingerprints()
 
     def save(self, folder):
+        """Returns the sizes and checksums of this rank's files."""
         with self.watchdog.at("the saving of a checkpoint"):
-            model.save_rank(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler)
-        if self.critic:
-            critic.save(self.critic, folder, self.rank)
+            path = os.path.join(folder, f"rank_{self.rank:05d}.pt")
+            written = rank_state.save(path, self.model, self.optimizer, self.scheduler)
+            return written | (critic.save(self.critic, folder, self.rank) if self.critic else {})
+
+    def damaged(self, folder, files):
+        """See checkpoint.damaged: each rank reads its share of the files."""
+        return checkpoint.damaged(folder, files)
 
     def load(self, folder):
-        model.load_rank(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler)
+        rank_state.load(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler, self.hf)
         if self.critic and not self.args.eval_only:
-            critic.load(self.critic, folder, self.rank)
+            critic.load(self.critic, folder, self.rank, self.hf)
 
     def export(self, folder):
         weight_map.save_hf(self.model, self.hf, self.args.hf_checkpoint, folder)

@@ -27,6 +27,8 @@ WHOLE = {
     "embedding.word_embeddings.weight": ("vocab", [EMBEDDING]),
     "output_layer.weight": ("vocab", [HEAD]),
     "decoder.final_layernorm.weight": ("copy", ["model.norm.weight"]),
+    "value_head.weight": ("copy", ["value_head.weight"]),      # of a critic
+    "value_head.bias": ("copy", ["value_head.bias"]),
 }
 LAYER = {
     "input_layernorm.weight": ("copy", ["input_layernorm.weight"]),

@@ -154,8 +154,11 @@ class TinyWorker:
                 raise engine.EngineError(f"engine {url}: weights: {error}", url) from None
 
     def save(self, folder):
-        with open(os.path.join(folder, "rank_00000.pt"), "w") as f:
-            json.dump(self.batches, f)
+        text = json.dumps(self.batches).encode()
+        return checkpoint.write(os.path.join(folder, "rank_00000.pt"), lambda file: file.write(text))
+
+    def damaged(self, folder, files):
+        return checkpoint.damaged(folder, files)
 
     def load(self, folder):
         self.batches = trained_batches(folder)

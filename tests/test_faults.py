@@ -18,6 +18,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import engines
 import harness
@@ -294,6 +295,44 @@ def test_a_checkpoint_that_does_not_fit_the_disk_or_was_cut_off_is_left_aside(mo
     assert status == 0 and f"warning: checkpoint {file.parent} is not whole and is left aside" in output
     check_nothing_is_lost(tmp_path, 8)
     assert [r["step"] for r in Ledger.read(str(tmp_path / "run" / "ledger.jsonl")) if r["event"] == "resume"] == [kept[-1], 7]
+
+
+@pytest.mark.parametrize("name, place", [("rank_00000.pt", 0.5), ("buffer.json", 0.3), ("meta.json", 0.7)])
+def test_a_checkpoint_with_one_changed_byte_is_left_aside(name, place, model, fleet, tmp_path):
+    """Of the same size, so only a checksum can tell. The one before is used, and nothing is lost or trained twice."""
+    words = lambda **flags: harness.flags(model, tmp_path, "run", fleet(1, lengths="2", unit_seconds=0.0).urls, save_interval=1, **flags)
+    status, output = tiny("train_sync.py", words(num_rollout=4))
+    assert status == 0, output[-2000:]
+    folder = tmp_path / "run" / "checkpoints" / "step_0000004"
+    content = bytearray((folder / name).read_bytes())
+    content[int(len(content) * place)] ^= 1
+    (folder / name).write_bytes(content)
+    started = time.time()
+    status, output = tiny("train_sync.py", words(num_rollout=6, load=str(tmp_path / "run")))
+    assert status == 0 and time.time() - started < 20, output[-2000:]
+    if name == "meta.json":
+        assert f"warning: checkpoint {folder} is " in output
+    else:
+        assert f"warning: checkpoint {folder} is damaged and is left aside: {name}: the bytes are not those that were" in output
+    check_nothing_is_lost(tmp_path, 6)
+    assert [r["step"] for r in records(tmp_path, "resume")] == [3]
+
+
+def test_a_run_goes_on_in_another_layout(model, fleet, tmp_path):
+    """Saved by two data-parallel ranks, loaded by two tensor-parallel ones: the same weights, to the bit (a learning rate of 0
+    keeps them), and each prompt is trained once."""
+    def exported(name):
+        return {key: t for path in sorted((tmp_path / name).glob("*.safetensors")) for key, t in load_file(path).items()}
+
+    words = lambda name, **flags: harness.flags(model, tmp_path, "run", fleet(1).urls, save_interval=2, actor_num_gpus_per_node=2,
+                                                save_hf=str(tmp_path / name), **flags)
+    harness.succeed("train_sync.py", words("before", num_rollout=2))
+    output = harness.succeed("train_sync.py", words("after", num_rollout=4, load=str(tmp_path / "run"), lr=0,
+                                                    tensor_model_parallel_size=2))
+    assert "random states of the ranks are not kept, all else is" in output
+    assert harness.same_bits(exported("before"), exported("after"))
+    assert not harness.same_bits(exported("before"), load_file(os.path.join(model, "model.safetensors")))
+    check_nothing_is_lost(tmp_path, 4)
 
 
 def test_data_that_were_changed_between_save_and_resume_are_noticed(model, fleet, tmp_path):
