@@ -23,7 +23,7 @@ from tqdm import tqdm
 import checkpoint
 import plan
 from args import nodes_needed, policies
-from engine import EngineError, NoEngineLeft, SGLangEngine, free_address
+from engine import EngineError, NoEngineLeft, SGLangEngine, look_around
 from replay import ReplayManager
 from rollout import RolloutManager
 from trainer import TrainWorker
@@ -253,12 +253,6 @@ def start_trainers(args, options):
                              f"file system of all nodes, under the same path")
     worker, (host, port, _) = ray.remote(TrainWorker), nodes[0]
     return [worker.options(**options[rank]).remote(args, rank, f"{host}:{port}") for rank in range(args.world_size)]
-
-
-def look_around(args):
-    """On a node that shall train: (host, a free port there, what it should see and does not)."""
-    wanted = os.path.join(args.run_dir, ".lock"), os.path.join(args.hf_checkpoint, "config.json")
-    return *free_address(), [path for path in wanted if not os.path.exists(path)]
 
 
 def reserve(args, what, bundles, size, actors, limit=120):

@@ -15,14 +15,15 @@ import engine
 import placement
 from args import parse_args
 
-ENGINE = ("--vocab-size", "250", "--lengths", "1:2,1:5", "--unit-seconds", "0.05", "--budget", "6")
+ENGINE = dict(vocab_size=250, lengths="1:2,1:5", unit_seconds=0.05, budget=6)
+OPTIONS = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 class ScriptedServer(engine.Server):
     def start(self):
         engine.server_command = lambda args, model_path, port, rank, host: (
-            [sys.executable, os.path.join(os.path.dirname(__file__), "scripted_engine.py"), "--die-with-parent", "--port", str(port),
-             *ENGINE], dict(os.environ))
+            [sys.executable, os.path.join(os.path.dirname(__file__), "scripted_engine.py"), "--die-with-parent", "--host", host, "--port",
+             str(port), *OPTIONS], dict(os.environ))
         return super().start()
 
 
