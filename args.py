@@ -107,10 +107,12 @@ def add_cluster(parser):
 
 def add_model(parser):
     g = parser.add_argument_group("model")
-    g.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="Hugging Face directory: llama, qwen2 or qwen3")
+    g.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="Hugging Face directory: llama, qwen2, qwen3 or "
+                   "qwen3_moe")
     g.add_argument("--ref-load", metavar="DIR", help="reference policy of the KL term (default: --hf-checkpoint)")
     g.add_argument("--tensor-model-parallel-size", type=int, default=1, help="tensor parallel ranks")
     g.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages")
+    g.add_argument("--expert-model-parallel-size", type=int, default=1, help="data-parallel ranks that share out a layer's experts")
     g.add_argument("--sequence-parallel", action="store_true", help="split activations along the sequence under TP")
     g.add_argument("--recompute-granularity", choices=("full",), help="recompute activations in the backward pass")
     g.add_argument("--bf16", action="store_true", help="bf16 weights, fp32 master weights and gradients")
@@ -400,6 +402,9 @@ def derive(args, script):
         raise ValueError(f"--actor-num-nodes x --actor-num-gpus-per-node = {args.world_size} training ranks do not divide "
                          f"by tensor x pipeline = {model_parallel}: change --actor-num-gpus-per-node")
     args.data_parallel_size = args.world_size // model_parallel
+    if args.data_parallel_size % args.expert_model_parallel_size:
+        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size} does not divide the data-parallel size: "
+                         f"{args.world_size} training ranks / (tensor x pipeline = {model_parallel}) = {args.data_parallel_size}")
     if args.colocate and args.rollout_num_gpus not in (None, args.world_size):
         raise ValueError(f"--colocate: the engines use the GPUs of the {args.world_size} training ranks; leave "
                          f"--rollout-num-gpus {args.rollout_num_gpus} out")
@@ -461,7 +466,8 @@ def check_sizes(args):
     positive = ("rollout_batch_size", "n_samples_per_prompt", "max_tokens_per_gpu", "keep_checkpoints",
                 "micro_batch_size", "update_weights_interval", "rollout_max_response_len",
                 "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine", "num_gpus_per_node",
-                "tensor_model_parallel_size", "pipeline_model_parallel_size", "max_sample_retries", "require_batches",
+                "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "max_sample_retries",
+                "require_batches",
                 "sglang_server_concurrency", "update_weight_buffer_size", "log_probs_chunk_size", "n_samples_per_eval_prompt")
     optional = ("rollout_num_gpus", "num_rollout", "num_epoch", "eval_interval", "save_interval", "global_batch_size",
                 "over_sampling_batch_size", "overlong_buffer_len", "parity_interval")
@@ -584,12 +590,18 @@ def check_model(args):
         raise ValueError(f"--max-tokens-per-gpu {args.max_tokens_per_gpu} is smaller than one sample: "
                          f"--rollout-max-prompt-len {args.rollout_max_prompt_len} + --rollout-max-response-len "
                          f"{args.rollout_max_response_len} = {longest}")
+    moe = config.get("model_type") == "qwen3_moe"
     for name, size in (("num_attention_heads", args.tensor_model_parallel_size),
                        ("num_key_value_heads", args.tensor_model_parallel_size),
-                       ("intermediate_size", args.tensor_model_parallel_size),
+                       ("moe_intermediate_size" if moe else "intermediate_size", args.tensor_model_parallel_size),
+                       ("num_experts", args.expert_model_parallel_size),
                        ("num_hidden_layers", args.pipeline_model_parallel_size)):
         if config.get(name, 0) % size:
             raise ValueError(f"the model's {name} = {config[name]} does not divide by the parallel size {size}")
+    if args.expert_model_parallel_size > 1 and not moe:
+        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size}: {config.get('model_type')} has no experts")
+    if moe and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise ValueError(f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with experts needs --sequence-parallel")
 
 
 def read_config(path, flag, by_name=False):
@@ -602,9 +614,11 @@ def read_config(path, flag, by_name=False):
         raise ValueError(f"{flag} {path}: there is no config.json; give a Hugging Face model directory")
     with open(file) as f:
         config = json.load(f)
-    if config.get("model_type") not in ("llama", "qwen2", "qwen3"):
+    if config.get("model_type") not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
         raise ValueError(f"{flag} {path}: architecture {config.get('model_type')!r} is not supported; llama, qwen2, "
-                         f"qwen3 are")
+                         f"qwen3, qwen3_moe are")
+    if config.get("model_type") == "qwen3_moe" and (config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers")):
+        raise ValueError(f"{flag} {path}: decoder_sparse_step and mlp_only_layers are not supported: every layer must have experts")
     return config
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
 
+import rank_state
 from loss import value_loss
 
 
@@ -71,8 +72,8 @@ def update(critic, packs, columns):
 
 
 def save(critic, folder, rank):
-    model.save_rank(os.path.join(folder, f"critic_{rank:05d}.pt"), critic.network, critic.optimizer, critic.scheduler)
+    return rank_state.save(os.path.join(folder, f"critic_{rank:05d}.pt"), critic.network, critic.optimizer, critic.scheduler)
 
 
-def load(critic, folder, rank):
-    model.load_rank(os.path.join(folder, f"critic_{rank:05d}.pt"), critic.network, critic.optimizer, critic.scheduler)
+def load(critic, folder, rank, hf):
+    rank_state.load(os.path.join(folder, f"critic_{rank:05d}.pt"), critic.network, critic.optimizer, critic.scheduler, hf)

@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import traceback
-import uuid
 
 import ray
 from ray.util.placement_group import placement_group
@@ -44,15 +43,15 @@ def run(train, args):
     trainers, engines, tracker, status, began, watchdog = [], [], None, 0, time.time(), None
     lock = take_folder(args)
     try:
-        step, folder = checkpoint.latest(args) if args.load else (0, None)
+        step = checkpoint.latest(args)[0] if args.load else 0
         if args.load and step >= (args.num_rollout or 0) and not (args.eval_only or args.save_hf):
             raise ValueError(f"--load {args.load}: the checkpoint has {step} steps already, so --num-rollout {args.num_rollout} "
                              f"leaves nothing to do")
         start_ray(args)
         signal.signal(signal.SIGTERM, end)                     # Ray has put its own handler there
         trainers, rollout = launch(args, engines)
-        if folder:
-            checkpoint.load(args, folder, step, trainers, rollout)
+        if args.load:                     # from the one before, if its bytes are not what was written
+            step = checkpoint.load(args, trainers, rollout)
         if not (args.eval_only or args.debug_rollout_only):
             print(policies(args), flush=True)
         if not args.eval_only and step < args.num_rollout:
@@ -224,7 +223,6 @@ def launch(args, engines):
              f"{len(engines)} engines, {len(trainers)} training ranks, rollout manager")
     urls = urls or ray.get(starting)
     ray.get(rollout.connect.remote(urls, engines))
-    ray.get([trainer.join_engines.remote(urls, uuid.uuid4().hex[:8]) for trainer in trainers])   # a new name for each run
     print(f"everything is up after {time.time() - started:.0f} s", flush=True)
     return trainers, rollout
 

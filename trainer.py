@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+import checkpoint
 import critic
+import rank_state
 import weight_map
 from args import load_function
 from loss import (ADVANTAGES, LOSSES, correction_metrics, gae, importance_weights, kept_scale, kl_estimate, overlong_penalty,
@@ -32,7 +34,7 @@ class TrainWorker:
         os.environ["NCCL_CUMEM_ENABLE"] = "0"     # SGLang sets that for itself, and both ends of a group must agree
         self.args, self.rank = args, rank
         model.init_parallel(rank, args.world_size, f"tcp://{master}", args.tensor_model_parallel_size,
-                            args.pipeline_model_parallel_size, args.seed, args.distributed_timeout)
+                            args.pipeline_model_parallel_size, args.seed, args.distributed_timeout, args.expert_model_parallel_size)
         self.hf = model.load_hf_config(args.hf_checkpoint)
         policy = model.build_model(self.hf, args)
         model.load_weights(policy, self.hf, args.hf_checkpoint)
@@ -312,7 +314,7 @@ class TrainWorker:
 
     def join_engines(self, urls, group):
         with self.watchdog.at("the sync: joining the engines"):
-            self.sender.join(urls, group)
+            return self.sender.join(urls, group)
 
     def leave_engines(self):
         self.sender.leave()
@@ -320,24 +322,30 @@ class TrainWorker:
     def prepare_weights(self):
         self.sender.prepare()
 
-    def send_weights(self, version):
+    def send_weights(self, updated):
+        """updated: a list of the reference, which Ray would wait for if it stood alone."""
         self.cycle_step = None                # the next step begins a cycle of old log-probs, wherever the loop began anew
         with self.watchdog.at("the sync: sending the weights"):
-            return self.sender.send(version)
+            self.sender.send(*updated)
 
     def fingerprints(self):
         return self.sender.fingerprints()
 
     def save(self, folder):
+        """Returns the sizes and checksums of this rank's files."""
         with self.watchdog.at("the saving of a checkpoint"):
-            model.save_rank(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler)
-        if self.critic:
-            critic.save(self.critic, folder, self.rank)
+            path = os.path.join(folder, f"rank_{self.rank:05d}.pt")
+            written = rank_state.save(path, self.model, self.optimizer, self.scheduler)
+            return written | (critic.save(self.critic, folder, self.rank) if self.critic else {})
+
+    def damaged(self, folder, files):
+        """See checkpoint.damaged: each rank reads its share of the files."""
+        return checkpoint.damaged(folder, files)
 
     def load(self, folder):
-        model.load_rank(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler)
+        rank_state.load(os.path.join(folder, f"rank_{self.rank:05d}.pt"), self.model, self.optimizer, self.scheduler, self.hf)
         if self.critic and not self.args.eval_only:
-            critic.load(self.critic, folder, self.rank)
+            critic.load(self.critic, folder, self.rank, self.hf)
 
     def export(self, folder):
         weight_map.save_hf(self.model, self.hf, self.args.hf_checkpoint, folder)

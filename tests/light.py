@@ -142,7 +142,10 @@ class TinyWorker:
     def digest(self):
         return hashlib.sha256(json.dumps(self.batches).encode()).hexdigest()
 
-    def send_weights(self, version):
+    def fingerprints(self):
+        pass
+
+    def send_weights(self, updated):
         digest = self.digest()
         for url in self.urls:
             try:
@@ -151,8 +154,11 @@ class TinyWorker:
                 raise engine.EngineError(f"engine {url}: weights: {error}", url) from None
 
     def save(self, folder):
-        with open(os.path.join(folder, "rank_00000.pt"), "w") as f:
-            json.dump(self.batches, f)
+        text = json.dumps(self.batches).encode()
+        return checkpoint.write(os.path.join(folder, "rank_00000.pt"), lambda file: file.write(text))
+
+    def damaged(self, folder, files):
+        return checkpoint.damaged(folder, files)
 
     def load(self, folder):
         self.batches = trained_batches(folder)
