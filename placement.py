@@ -261,9 +261,10 @@ def reserve(args, what, bundles, size, actors, limit=120):
         return []
     group = placement_group([{"CPU": actors, unit(args): size}] * bundles, strategy="PACK")
     if not group.wait(limit):
-        raise RuntimeError(f"Ray found no place within {limit:g} s for {bundles} {what}, each with {size} free {unit(args)}(s) on one node")
+        raise RuntimeError(f"Ray found no place within {limit:g} s for {bundles} {what}, each with {size} free {unit(args)}(s) on "
+                           f"one node")
     own = {"num_gpus": size // actors, "num_cpus": 1} if unit(args) == "GPU" else {"num_cpus": size // actors}
-    return [{**own, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, i)} for i in range(bundles) for _ in range(actors)]
+    return [{**own, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, i // actors)} for i in range(bundles * actors)]
 
 
 def wait_for(refs, limit, what):

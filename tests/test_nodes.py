@@ -138,7 +138,7 @@ def test_without_a_node_of_trainers_the_run_ends_and_resumes_exactly(model, node
     assert re.search(r"^error: RuntimeError: training rank 0 has died: .*node", output, re.M), output[-2000:]
     done = len(records(tmp_path, "trained"))
     nodes.add_node(num_cpus=1)
-    output = harness.succeed("tests/scripted_server.py", words(model, tmp_path, nodes, num_rollout=done + 3, load=str(tmp_path / "run")))
+    harness.succeed("tests/scripted_server.py", words(model, tmp_path, nodes, num_rollout=done + 3, load=str(tmp_path / "run")))
     check_all_are_trained_once(tmp_path, done + 3)
     assert len(records(tmp_path, "resume")) == 1
 
