@@ -202,6 +202,12 @@ def free_address():
     return host, pick_port(None, host, "rendezvous")
 
 
+def look_around(args):
+    """On a node that shall train: (host, a free port there, what it should see and does not)."""
+    wanted = os.path.join(args.run_dir, ".lock"), os.path.join(args.hf_checkpoint, "config.json")
+    return *free_address(), [path for path in wanted if not os.path.exists(path)]
+
+
 def last_words(path, start=0, lines=12):
     """Why a server ended, from its log beyond byte `start`: the last error line, then the last lines."""
     with open(path, errors="replace") as f:

@@ -135,7 +135,12 @@ class Fleet:
         """The url of the new process. An external engine is somebody else's to start: it is waited for."""
         limit = self.args.engine_start_timeout
         if lane.actor:
-            return await asyncio.to_thread(ray.get, lane.actor.restart.remote(), timeout=limit + 60)
+            asked = lane.actor.restart.options(max_task_retries=-1).remote()      # waits while Ray moves it to another node
+            try:
+                return await asyncio.to_thread(ray.get, asked, timeout=limit + 60)
+            except ray.exceptions.GetTimeoutError:
+                ray.cancel(asked)
+                raise EngineError(f"not started again within --engine-start-timeout {limit:g} s") from None
         deadline = time.monotonic() + limit
         while True:
             try:

@@ -506,7 +506,7 @@ def make_app(options):
 async def serve(options):
     runner = web.AppRunner(make_app(options), handler_cancellation=True, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", options.port, backlog=2048)
+    site = web.TCPSite(runner, options.host, options.port, backlog=2048)
     await site.start()
     print("PORT", site._server.sockets[0].getsockname()[1], flush=True)
     parent = os.getppid()
@@ -517,6 +517,7 @@ async def serve(options):
 def parse(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--port", type=int, default=0, help="0: any free one")
+    p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--lengths", default="16", help="N | share:units,share:units | eos:MEAN; the stop token is counted")
     p.add_argument("--unit-tokens", type=int, default=1, help="tokens of a unit")
     p.add_argument("--unit-seconds", type=float, default=0.0, help="seconds that a unit takes")
