@@ -162,6 +162,13 @@ def test_a_shared_gpu_has_room_for_the_cache_behind_the_trainer(tmp_path):
     assert plan.engine_memory(args, config)[1] == pytest.approx(0.85 * (141 - beside) - 16.38, abs=0.1)
 
 
+def test_a_shared_engine_lies_on_one_node(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--hf-checkpoint", "qwen3-8b", *WORDS, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "6", "--colocate", "--rollout-batch-size", "24",
+                    "--rollout-num-gpus-per-engine", "4"], "train_sync.py")
+    assert "--actor-num-gpus-per-node 6 does not divide by --rollout-num-gpus-per-engine 4" in capsys.readouterr().err
+
+
 def test_bf16_is_planned_where_there_is_no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert parse_args(["--hf-checkpoint", "qwen3-8b", *[w for w in WORDS if w not in ("--device", "cuda")]], "train_async.py").device == "cuda"
