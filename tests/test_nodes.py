@@ -62,12 +62,11 @@ def test_ranks_of_a_node_lie_together_and_no_gpu_is_given_twice():
 
 
 def test_a_node_says_what_it_does_not_see(model, tmp_path):
-    (tmp_path / ".lock").touch()
     args = SimpleNamespace(run_dir=str(tmp_path), hf_checkpoint=model)
     host, port, missing = engine.look_around(args)
     assert host == "127.0.0.1" and 20000 <= port < 32768 and missing == []
     args.run_dir = args.hf_checkpoint = "/elsewhere"
-    assert engine.look_around(args)[2] == ["/elsewhere/.lock", "/elsewhere/config.json"]
+    assert engine.look_around(args)[2] == ["/elsewhere", "/elsewhere/config.json"]
 
 
 # ---- loss of a node ---------------------------------------------------------------------------------------
