@@ -1,15 +1,17 @@
-"""Make a tiny Qwen3-shaped model that is half good at arithmetic, and the data to train it further with RL.
+"""Make a tiny Qwen3-shaped model that is half good at arithmetic, and the data to train it further
+with RL.
 
     python scripts/make_tiny_model.py OUT_DIR --seed 0
 
-OUT_DIR becomes a Hugging Face checkpoint (config.json, model.safetensors in fp32, a tokenizer with one token per
-byte and a chat template) beside train.jsonl and eval.jsonl, whose rows are {"prompt": "17+25=", "label": "42"}. No
-prompt of eval.jsonl is in train.jsonl or among the demonstrations.
+OUT_DIR becomes a Hugging Face checkpoint (config.json, model.safetensors in fp32, a tokenizer with
+one token per byte and a chat template) beside train.jsonl and eval.jsonl, whose rows are {"prompt":
+"17+25=", "label": "42"}. No prompt of eval.jsonl is in train.jsonl or among the demonstrations.
 
-The model first learns the task from right demonstrations, then imitates noisy ones, most of which have a wrong
-digit. So it knows the sums, but a sample at temperature 1 is right only three times in ten: a policy that an exact-
-match reward can improve within a few dozen steps. It takes about a minute. The same seed on the same kind of CPU
-makes the same files, and an OUT_DIR that this same script completed with the same seed is kept as it is.
+The model first learns the task from right demonstrations, then imitates noisy ones, most of which
+have a wrong digit. So it knows the sums, but a sample at temperature 1 is right only three times in
+ten: a policy that an exact- match reward can improve within a few dozen steps. It takes about a
+minute. The same seed on the same kind of CPU makes the same files, and an OUT_DIR that this same
+script completed with the same seed is kept as it is.
 """
 import argparse
 import hashlib
