@@ -302,9 +302,9 @@ class Fleet:
 
     async def release_memory(self):
         await self.flushed()
-        await self.everyone("release_memory")
-        for lane in self.party:
+        for lane in self.party:        # before: where one is lost in this, the others have lent theirs
             lane.lent = {"weights", "kv_cache", "cuda_graph"}
+        await self.everyone("release_memory")
 
     async def give_back(self, *parts):
         """Of their memory, to those engines that lent it."""

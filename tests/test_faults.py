@@ -178,8 +178,7 @@ def test_with_no_engine_left_the_run_is_saved_and_ends_or_goes_on_when_one_comes
     check_nothing_is_lost(tmp_path, 8)
 
 
-@pytest.mark.parametrize("when", ["generating", "training"])
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("when, restarts", [("generating", 0), ("generating", 1), ("training", 1), ("releasing", 1)])
 def test_a_colocated_engine_that_dies_comes_back_or_the_run_is_saved(when, restarts, model, fleet, tmp_path):
     """There is no doing without one of two: the run waits for it, and begins at its step again, with a sync. The one that has lent
     its memory gets it back once, the new one has lent nothing. With no restart left the run ends with the cause, saved."""
@@ -187,8 +186,15 @@ def test_a_colocated_engine_that_dies_comes_back_or_the_run_is_saved(when, resta
     words = lambda **flags: harness.flags(model, tmp_path, "run", pair.urls, num_rollout=6, colocate=True, actor_num_gpus_per_node=1,
                                           custom_advantage_path="test_faults.slow_advantages", **QUICK, **flags)
     event = "submit" if when == "generating" else "batch"
+
+    def spoil():
+        if when == "releasing":
+            return pair.script(1, die=1, verb="release_memory_occupation", seconds=0.0)
+        time.sleep(0.15 if when == "training" else 0)
+        pair.signal(1, signal.SIGKILL)
+
     killer = after(lambda: len(records(tmp_path, "trained")) >= 2 and records(tmp_path, event)[-1]["time"] > records(
-        tmp_path, "trained")[-1]["time"], lambda: pair.signal(1, signal.SIGKILL))
+        tmp_path, "trained")[-1]["time"], spoil)
     status, output = light.run("train_sync.py", words(max_engine_restarts=restarts))
     if restarts == 0:
         assert status == 1 and time.time() - killer.acted < 15
