@@ -17,7 +17,7 @@ import time
 
 from buffer import Ledger
 from data import GYM, load_rows
-from plan import known_config
+from plan import SHAPES, known_config, read_rates
 from rewards import REWARDS
 
 
@@ -70,8 +70,12 @@ def add_run(parser):
     g.add_argument("--num-rollout", type=int, help="number of steps (or --num-epoch)")
     g.add_argument("--num-epoch", type=int, help="end when the data were drawn this often")
     g.add_argument("--seed", type=int, default=1234, help="seed of data order, sampling and dropout")
-    g.add_argument("--dry-run", action="store_true", help="print layout, batch and memory, and start nothing; neither data nor "
-                   "weights need be here: --hf-checkpoint Qwen3-8B is known by its name")
+    g.add_argument("--dry-run", action="store_true", help="print layout, batch, memory and the time of a step, and start "
+                   "nothing; neither data nor weights need be here: --hf-checkpoint Qwen3-8B is known by its name")
+    g.add_argument("--hf-checkpoint-shape", choices=sorted(SHAPES), metavar="NAME", help="--dry-run of this model, whatever "
+                   f"--hf-checkpoint says: {', '.join(SHAPES)}")
+    g.add_argument("--dry-run-rates", type=json_dict, default={}, metavar="JSON", help="other speeds than an H200's in the "
+                   "times of --dry-run, like {\"network_gb_s\": 20, \"lengths\": \"lognormal:2048:1:16384\"}")
     g.add_argument("--gpu-memory-gb", type=float, default=141, help="memory of a GPU in --dry-run: an H200's")
     g.add_argument("--use-tensorboard", action="store_true", help="also write TensorBoard files to RUN/tensorboard")
     g.add_argument("--use-wandb", action="store_true", help="also write to Weights & Biases (pip install wandb)")
@@ -107,10 +111,12 @@ def add_cluster(parser):
 
 def add_model(parser):
     g = parser.add_argument_group("model")
-    g.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="Hugging Face directory: llama, qwen2 or qwen3")
+    g.add_argument("--hf-checkpoint", metavar="DIR", help="Hugging Face directory: llama, qwen2, qwen3 or "
+                   "qwen3_moe")
     g.add_argument("--ref-load", metavar="DIR", help="reference policy of the KL term (default: --hf-checkpoint)")
     g.add_argument("--tensor-model-parallel-size", type=int, default=1, help="tensor parallel ranks")
     g.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages")
+    g.add_argument("--expert-model-parallel-size", type=int, default=1, help="data-parallel ranks that share out a layer's experts")
     g.add_argument("--sequence-parallel", action="store_true", help="split activations along the sequence under TP")
     g.add_argument("--recompute-granularity", choices=("full",), help="recompute activations in the backward pass")
     g.add_argument("--bf16", action="store_true", help="bf16 weights, fp32 master weights and gradients")
@@ -316,7 +322,6 @@ def take_recorded_flags(parser, argv, script):
     if recorded["script"] != script:
         raise ValueError(f"--replay {run} was recorded by {recorded['script']}: replay it by that script")
     parser.set_defaults(**{name: value for name, value in recorded["flags"].items() if name not in NOT_REPLAYED})
-    next(action for action in parser._actions if action.dest == "hf_checkpoint").required = False
     return recorded
 
 
@@ -382,6 +387,7 @@ def derive(args, script):
     """The values that follow from flags: args.x below is either derived here or a flag's default that depends on others.
     Those that need the data are set by `check_data`."""
     args.script = script
+    args.hf_checkpoint = args.hf_checkpoint_shape or args.hf_checkpoint
     if args.replay_data_only and args.replay:
         args.debug_train_only, args.load_debug_rollout_data = True, samples_path(args.replay)
         steps = sum(record["event"] == "trained" for record in Ledger.surviving(os.path.join(args.replay, "ledger.jsonl")))
@@ -400,6 +406,9 @@ def derive(args, script):
         raise ValueError(f"--actor-num-nodes x --actor-num-gpus-per-node = {args.world_size} training ranks do not divide "
                          f"by tensor x pipeline = {model_parallel}: change --actor-num-gpus-per-node")
     args.data_parallel_size = args.world_size // model_parallel
+    if args.data_parallel_size % args.expert_model_parallel_size:
+        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size} does not divide the data-parallel size: "
+                         f"{args.world_size} training ranks / (tensor x pipeline = {model_parallel}) = {args.data_parallel_size}")
     if args.colocate and args.rollout_num_gpus not in (None, args.world_size):
         raise ValueError(f"--colocate: the engines use the GPUs of the {args.world_size} training ranks; leave "
                          f"--rollout-num-gpus {args.rollout_num_gpus} out")
@@ -461,7 +470,8 @@ def check_sizes(args):
     positive = ("rollout_batch_size", "n_samples_per_prompt", "max_tokens_per_gpu", "keep_checkpoints",
                 "micro_batch_size", "update_weights_interval", "rollout_max_response_len",
                 "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine", "num_gpus_per_node",
-                "tensor_model_parallel_size", "pipeline_model_parallel_size", "max_sample_retries", "require_batches",
+                "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "max_sample_retries",
+                "require_batches",
                 "sglang_server_concurrency", "update_weight_buffer_size", "log_probs_chunk_size", "n_samples_per_eval_prompt")
     optional = ("rollout_num_gpus", "num_rollout", "num_epoch", "eval_interval", "save_interval", "global_batch_size",
                 "over_sampling_batch_size", "overlong_buffer_len", "parity_interval")
@@ -530,15 +540,17 @@ def check_script(args, script):
 
 def check_needs(args):
     """Flags that say nothing without another one. Before `derive`, which fills in defaults."""
-    given = lambda name: getattr(args, name) not in (None, False, 0.0, "none")
+    given = lambda name: getattr(args, name) not in (None, False, 0.0, "none", {})
     for name, other in (("kl_loss_coef", "use_kl_loss"), ("use_kl_loss", "kl_loss_coef"), ("use_unbiased_kl", "use_kl_loss"),
                         ("overlong_penalty_factor", "overlong_buffer_len"), ("rollout_is_threshold", "rollout_is"),
                         ("rollout_is_batch_normalize", "rollout_is"), ("rollout_rs", "rollout_rs_threshold"),
                         ("rollout_rs_threshold", "rollout_rs"), ("rs_denominator", "rollout_rs"),
                         ("mask_offpolicy_in_partial_rollout", "partial_rollout"), ("parity_max", "parity_interval"),
-                        ("wandb_group", "use_wandb")):
+                        ("wandb_group", "use_wandb"), ("hf_checkpoint_shape", "dry_run"), ("dry_run_rates", "dry_run")):
         if given(name) and not given(other) and getattr(args, name) != args.recorded.get("flags", {}).get(name):
             raise ValueError(f"--{name.replace('_', '-')} needs --{other.replace('_', '-')}")
+    if not (args.hf_checkpoint or args.hf_checkpoint_shape):
+        raise ValueError("--hf-checkpoint is missing")
     critic = args.critic_load or args.critic_lr is not None or args.gamma != 1 or args.lambd != 1
     if critic and args.advantage_estimator != "ppo":
         raise ValueError("--critic-load, --critic-lr, --gamma and --lambd need --advantage-estimator ppo")
@@ -564,11 +576,12 @@ def check_batches(args):
     if args.eval_interval and args.eval_interval % args.update_weights_interval:
         raise ValueError(f"--eval-interval {args.eval_interval} must be a multiple of --update-weights-interval "
                          f"{args.update_weights_interval}: only published versions can be evaluated")
-    if args.num_rollout is None and args.num_epoch is None and not args.eval_only:
+    if args.num_rollout is None and args.num_epoch is None and not (args.eval_only or args.dry_run):
         raise ValueError("say when the run ends: --num-rollout or --num-epoch")
 
 
 def check_model(args):
+    read_rates(args.dry_run_rates)
     config = read_config(args.hf_checkpoint, "--hf-checkpoint", args.dry_run)
     if args.use_reference and not args.dry_run:
         read_config(args.ref_load, "--ref-load")
@@ -584,12 +597,18 @@ def check_model(args):
         raise ValueError(f"--max-tokens-per-gpu {args.max_tokens_per_gpu} is smaller than one sample: "
                          f"--rollout-max-prompt-len {args.rollout_max_prompt_len} + --rollout-max-response-len "
                          f"{args.rollout_max_response_len} = {longest}")
+    moe = config.get("model_type") == "qwen3_moe"
     for name, size in (("num_attention_heads", args.tensor_model_parallel_size),
                        ("num_key_value_heads", args.tensor_model_parallel_size),
-                       ("intermediate_size", args.tensor_model_parallel_size),
+                       ("moe_intermediate_size" if moe else "intermediate_size", args.tensor_model_parallel_size),
+                       ("num_experts", args.expert_model_parallel_size),
                        ("num_hidden_layers", args.pipeline_model_parallel_size)):
         if config.get(name, 0) % size:
             raise ValueError(f"the model's {name} = {config[name]} does not divide by the parallel size {size}")
+    if args.expert_model_parallel_size > 1 and not moe:
+        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size}: {config.get('model_type')} has no experts")
+    if moe and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise ValueError(f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with experts needs --sequence-parallel")
 
 
 def read_config(path, flag, by_name=False):
@@ -602,14 +621,16 @@ def read_config(path, flag, by_name=False):
         raise ValueError(f"{flag} {path}: there is no config.json; give a Hugging Face model directory")
     with open(file) as f:
         config = json.load(f)
-    if config.get("model_type") not in ("llama", "qwen2", "qwen3"):
+    if config.get("model_type") not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
         raise ValueError(f"{flag} {path}: architecture {config.get('model_type')!r} is not supported; llama, qwen2, "
-                         f"qwen3 are")
+                         f"qwen3, qwen3_moe are")
+    if config.get("model_type") == "qwen3_moe" and (config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers")):
+        raise ValueError(f"{flag} {path}: decoder_sparse_step and mlp_only_layers are not supported: every layer must have experts")
     return config
 
 
 def check_data(args):
-    if not args.prompt_data and not (args.eval_only or args.debug_train_only):
+    if not args.prompt_data and not (args.eval_only or args.debug_train_only or args.dry_run):
         raise ValueError("--prompt-data is missing")
     if len(args.eval_prompt_data) % 2:
         raise ValueError("--eval-prompt-data takes pairs: NAME FILE [NAME FILE ...]")
@@ -736,6 +757,9 @@ def check_gpus(args):
     if max(t, args.rollout_num_gpus_per_engine) > p:
         raise ValueError(f"--actor-num-gpus-per-node {t} and --rollout-num-gpus-per-engine "
                          f"{args.rollout_num_gpus_per_engine} must fit a node: --num-gpus-per-node {p}")
+    if args.colocate and t % args.rollout_num_gpus_per_engine:
+        raise ValueError(f"--colocate: --actor-num-gpus-per-node {t} does not divide by --rollout-num-gpus-per-engine "
+                         f"{args.rollout_num_gpus_per_engine}: an engine's GPUs are those of one node")
 
 
 def nodes_needed(args):

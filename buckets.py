@@ -4,6 +4,7 @@ import torch
 
 ALIGN = 16      # bytes: a tensor of any dtype may follow one of any other, and copies stay wide
 FORMAT = "offbeat_buckets"      # load_format of the request is FORMAT=LIMIT
+FLUSHED = "cache flushed"       # in the answer, when it was
 
 
 def cut(tensors, limit):

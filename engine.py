@@ -72,24 +72,18 @@ class EngineClient:
         """dict: model_path, weight_version, ..."""
         return self.call("GET", "model_info", timeout=min(10.0, self.timeout)).json()
 
-    def pause(self, mode="abort"):
-        """abort: running requests return what they have, new ones wait; 'retract' and 'in_place' keep them inside."""
-        self.call("POST", "pause_generation", {"mode": mode})
-
-    def resume(self):
-        self.call("POST", "continue_generation", {})
-
     def flush_cache(self, patience=0.0, timeout=None):
-        """Forgets every cached prefix. The server refuses (400) while requests run or wait; behind a pause the last one may still
+        """Forgets every cached prefix. The server refuses (400) while requests run or wait; one that has just answered may still
         be on its way out: `patience` seconds are given to it."""
-        deadline = time.monotonic() + min(patience, self.timeout)
+        deadline, pause = time.monotonic() + min(patience, self.timeout), 0.001
         while True:
             try:
                 return self.call("POST", "flush_cache", timeout=timeout)
             except EngineError as error:
                 if "HTTP 400" not in str(error) or time.monotonic() > deadline:
                     raise
-                time.sleep(0.05)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
 
     def abort_all(self):
         """Running and queued requests return with what they have, finish_reason 'abort'."""
@@ -103,19 +97,20 @@ class EngineClient:
 
     def update_from_distributed(self, tensors, group_name, limit, version=None, timeout=None):
         """Receives tensors [(name, dtype, shape)] from rank 0 of the group, in buckets of at most `limit` bytes (buckets.py),
-        loads them, and then calls itself `version` if one is given. flush_cache=True would kill a server with requests."""
+        loads them, and then calls itself `version` if one is given. Returns whether the cached prefixes are forgotten: they are
+        not when a request was still on its way out."""
         names, dtypes, shapes = zip(*tensors)
         dtypes, shapes = [str(dtype).removeprefix("torch.") for dtype in dtypes], [list(shape) for shape in shapes]
-        self.call("POST", "update_weights_from_distributed", {
+        answer = self.call("POST", "update_weights_from_distributed", {
             "names": names, "dtypes": dtypes, "shapes": shapes,
-            "group_name": group_name, "load_format": f"{buckets.FORMAT}={limit}", "flush_cache": False,
+            "group_name": group_name, "load_format": f"{buckets.FORMAT}={limit}", "flush_cache": True,
             "weight_version": None if version is None else str(version)}, timeout=timeout)
+        return buckets.FLUSHED in answer.json()["message"]
 
-    def update_from_tensor(self, handles, version=None):
+    def update_from_tensor(self, handles):
         """Loads one flattened bucket from memory of this node. handles: of each engine rank, see sync_weights.ipc_handle."""
         self.call("POST", "update_weights_from_tensor", {
-            "serialized_named_tensors": list(handles), "load_format": "flattened_bucket", "flush_cache": False,
-            "weight_version": None if version is None else str(version)})
+            "serialized_named_tensors": list(handles), "load_format": "flattened_bucket", "flush_cache": False})
 
     def destroy_group(self, name):
         self.call("POST", "destroy_weights_update_group", {"group_name": name}, timeout=min(10.0, self.timeout))
@@ -205,6 +200,12 @@ def free_address():
     alone = not ray.is_initialized() or sum(node["Alive"] for node in ray.nodes()) == 1
     host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
     return host, pick_port(None, host, "rendezvous")
+
+
+def look_around(args):
+    """On a node that shall train: (host, a free port there, what it should see and does not)."""
+    wanted = args.run_dir, os.path.join(args.hf_checkpoint, "config.json")
+    return *free_address(), [path for path in wanted if not os.path.exists(path)]
 
 
 def last_words(path, start=0, lines=12):

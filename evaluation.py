@@ -1,6 +1,6 @@
 """Evaluation: every set of --eval-prompt-data, with the published version, beside whatever else the engines do.
 
-No weights change under it: the sync that would change them waits for its end (RolloutManager.pause), and an answer of any other
+No weights change under it: the sync that would change them waits for its end (RolloutManager.rest), and an answer of any other
 version than the one it began with is an error. It takes at most half of the engines' places, so that a generation beside it
 goes on.
 """

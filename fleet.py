@@ -54,10 +54,11 @@ class Fleet:
     def __init__(self, args, ledger):
         self.args, self.ledger, self.lanes = args, ledger, []
         self.party = []                # the engines of the sync that is under way, or was last
-        self.paused = set()            # who has to be told to go on
         self.joined = None             # who is in the broadcast group: {(rank, restarts)}
-        self.quiet = True              # they are paused, or lent to the training
-        self.flushing = None           # of the KV caches, beside a sync
+        self.quiet = True              # no request is open: they get weights, or are lent to the training
+        self.updating = None           # the engines, to the weights of a sync
+        self.stages = []               # what the trainers send, see WeightSender.join
+        self.asking = asyncio.Lock()   # for the engines' health
         self.returning, self.watcher = set(), None
 
     def connect(self, urls, actors):
@@ -66,7 +67,7 @@ class Fleet:
         self.threads = ThreadPoolExecutor(4 * len(urls) + 1, "control")     # one that hangs must not keep the others waiting
         self.lanes = [Lane(rank, url, EngineClient(url, key), asyncio.Semaphore(slots), actor)
                       for rank, (url, actor) in enumerate(zip(urls, actors or [None] * len(urls)))]
-        self.party, self.joined = list(self.lanes), {(lane.rank, 0) for lane in self.lanes}
+        self.party, self.joined = list(self.lanes), None
 
     # ---- who serves ---------------------------------------------------------------------------------------
     @property
@@ -138,7 +139,12 @@ class Fleet:
         """The url of the new process. An external engine is somebody else's to start: it is waited for."""
         limit = self.args.engine_start_timeout
         if lane.actor:
-            return await asyncio.to_thread(ray.get, lane.actor.restart.remote(), timeout=limit + 60)
+            asked = lane.actor.restart.options(max_task_retries=-1).remote()      # waits while Ray moves it to another node
+            try:
+                return await asyncio.to_thread(ray.get, asked, timeout=limit + 60)
+            except ray.exceptions.GetTimeoutError:
+                ray.cancel(asked)
+                raise EngineError(f"not started again within --engine-start-timeout {limit:g} s") from None
         deadline = time.monotonic() + limit
         while True:
             try:
@@ -197,9 +203,10 @@ class Fleet:
         interval, limit = self.args.rollout_health_check_interval, self.args.rollout_health_check_timeout
         while True:
             await asyncio.sleep(interval)
-            lanes = [] if self.quiet else self.up
-            calls = (self.call(lane, "health_generate", limit + 2) for lane in lanes)      # the server's own limit comes first
-            answers = await asyncio.gather(*calls, return_exceptions=True)
+            async with self.asking:
+                lanes = [] if self.quiet else self.up
+                calls = (self.call(lane, "health_generate", limit + 2) for lane in lanes)  # the server's own limit comes first
+                answers = await asyncio.gather(*calls, return_exceptions=True)
             for lane, answer in zip(lanes, answers):
                 if isinstance(answer, EngineError) and not self.quiet:
                     self.lose(lane, f"{answer} (--rollout-health-check-timeout)")
@@ -220,33 +227,49 @@ class Fleet:
                 raise answer
         self.need(self.party)
 
-    async def pause(self):
-        """Stops the engines that shall get the next version, those that serve and those that are ready again, and begins to flush
-        them. Returns their urls when the trainers have to join them anew."""
+    async def rest(self):
+        """No request is open. Chooses the engines that shall get the next version: those that serve and those that are ready
+        again. Returns their urls when the trainers have to join them anew."""
         self.quiet = True
+        async with self.asking:        # that is a request, too
+            pass
         self.party = [lane for lane in self.lanes if lane.state in ("up", "ready")]
-        self.paused |= set(self.party)
-        serving = [lane for lane in self.party if not lane.lent]       # the others were paused and flushed before
+        self.need(self.party)
         await self.give_back("weights")
-        await self.everyone("pause", among=serving)
-        self.flushing = asyncio.create_task(self.everyone("flush_cache", FLUSH_PATIENCE, among=serving))
         self.party = [lane for lane in self.party if lane.state in ("up", "ready")]
         now = {(lane.rank, lane.restarts) for lane in self.party}
-        if now == self.joined:
-            return None
-        self.joined = now
-        return [lane.url for lane in self.party]
+        return None if now == self.joined else [lane.url for lane in self.party]
 
-    async def flushed(self):
-        """Before anything is computed with new weights, or memory is given away."""
-        if self.flushing:
-            task, self.flushing = self.flushing, None
-            await task
+    def update(self, version, stages=None):
+        """Asks every engine of the sync to receive the stages, one after the other, and to call itself `version` behind the last.
+        stages: those of the trainers' new groups (of each pipeline stage its group, tensors, bucket limit, bytes and time limit;
+        no group where a colocated rank shows its engine the weights itself), or as before."""
+        if stages is not None:
+            self.stages = sorted(stages, key=lambda stage: stage["stage"])
+            self.joined = {(lane.rank, lane.restarts) for lane in self.party}
+        self.updating = asyncio.create_task(self.receive(version))
+
+    async def receive(self, version):
+        sent = [stage for stage in self.stages if stage["group"]]
+        for stage in sent:
+            named = version if stage is sent[-1] else None
+            flushed = await asyncio.gather(*(
+                self.call(lane, "update_from_distributed", stage["tensors"], stage["group"], stage["limit"], named,
+                          stage["timeout"]) for lane in self.party))
+        if not (sent and all(flushed)):                            # a cache that was lent is empty
+            await self.everyone("flush_cache", FLUSH_PATIENCE, among=[lane for lane in self.party if not lane.lent])
+
+    async def updated(self):
+        """Waits until every engine has received what it was asked to. EngineError for the first that did not."""
+        if self.updating:
+            await asyncio.shield(self.updating)
 
     async def blame(self, url, why):
         """A sync has failed: engines whose scheduler does not answer are lost; if all do, the one at `url`, which the error
         names; else all. (One that hangs in a broadcast makes others wait, which are named as likely.)"""
         self.joined, limit = None, self.args.rollout_health_check_timeout
+        if self.updating:
+            self.updating.cancel()
         lanes = [lane for lane in self.party if lane.state in ("up", "ready")]
         calls = (self.call(lane, "flush_cache", FLUSH_PATIENCE, limit) for lane in lanes)
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -255,20 +278,23 @@ class Fleet:
             self.lose(lane, why)
         self.need(self.lanes)
 
-    async def publish(self, version, expected):
-        """An engine named itself `version` with its last bucket; without new weights (expected: None) it is told to. What it
-        holds is compared while the first requests run."""
-        await self.flushed()
-        if expected is None:
+    async def publish(self, version, sent, expected):
+        """When all is sent and received: an engine that received named itself `version` with the last bucket, others are told to.
+        What it holds is compared while the first requests run. Returns the bytes."""
+        await asyncio.gather(self.updated(), results(sent))
+        if not any(stage["group"] for stage in self.stages):
             await self.everyone("set_version", version)
-        else:
-            expected = asyncio.create_task(results(expected))
+        await self.give_back("kv_cache", "cuda_graph")
+        expected = asyncio.create_task(results(expected)) if self.stages else None
         for lane in [lane for lane in self.party if lane.state in ("up", "ready")]:
             if lane.state == "ready":
                 lane.state = "up"
                 self.note(lane)
             lane.worked |= expected is None
             lane.proof = None if expected is None else asyncio.create_task(self.prove(lane, expected))
+        self.quiet = False
+        self.watcher = self.watcher or asyncio.create_task(self.watch())
+        return sum(stage["bytes"] for stage in self.stages)
 
     async def prove(self, lane, expected):
         """An engine whose tensors are not the trainer's is lost, before anything that it said is taken. Returns the seconds."""
@@ -285,23 +311,8 @@ class Fleet:
         """Waits until the last sync is proved or its engine lost. Returns the seconds that the slowest took."""
         return max([await lane.proof for lane in self.lanes if lane.proof], default=0.0)
 
-    async def resume(self):
-        """Lets every engine go on, also one that was lost in this sync: none is left paused."""
-        try:
-            try:
-                await self.give_back("kv_cache", "cuda_graph")
-            finally:
-                await self.everyone("resume")
-        finally:
-            lost, self.paused = self.paused - {lane for lane in self.party if lane.state in ("up", "ready")}, set()
-            for lane in lost:
-                with contextlib.suppress(EngineError, asyncio.TimeoutError):
-                    await asyncio.wait_for(self.call(lane, "resume"), 5)
-        self.quiet = False
-        self.watcher = self.watcher or asyncio.create_task(self.watch())
-
     async def release_memory(self):
-        await self.flushed()
+        await self.everyone("flush_cache", FLUSH_PATIENCE)     # it must be idle
         for lane in self.party:        # before: where one is lost in this, the others have lent theirs
             lane.lent = {"weights", "kv_cache", "cuda_graph"}
         await self.everyone("release_memory")
@@ -316,4 +327,8 @@ class Fleet:
 
 
 async def results(calls):
-    return [await call for call in calls]
+    """Of calls of the trainers, what they return; what one fails with as it was raised there."""
+    try:
+        return [await call for call in calls]
+    except EngineError as error:
+        raise getattr(error, "cause", error) from None

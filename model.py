@@ -1,4 +1,4 @@
-"""A Megatron-core GPT in the shape of a Hugging Face Llama, Qwen2 or Qwen3, without Transformer Engine and apex.
+"""A Megatron-core GPT in the shape of a Hugging Face Llama, Qwen2, Qwen3 or Qwen3-MoE, without Transformer Engine and apex.
 
 The way of a micro-batch: pack() lays samples end to end; run() drives Megatron's pipeline schedule, which calls
 forward(); the last stage's hidden states at response positions go to the caller's loss function, which turns them into
@@ -35,8 +35,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region)
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -46,23 +48,28 @@ from torch.utils.checkpoint import checkpoint
 
 import weight_map
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
+SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+moe_utils.te_general_gemm = None  # without Transformer Engine the router would find no such name; None is the torch way
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
-def init_parallel(rank, world_size, init_method, tp, pp, seed, timeout_s):
+def init_parallel(rank, world_size, init_method, tp, pp, seed, timeout_s, ep=1):
     """torch.distributed (NCCL on CUDA, gloo elsewhere) and Megatron's groups; data parallel size = world / (tp * pp).
-    init_method: "tcp://host:port" of rank 0. timeout_s: seconds that joining and each collective may take."""
+    Each expert parallel group is ep neighbouring data parallel ranks; an expert's own matrices are split as the others
+    are, over the tp ranks. init_method: "tcp://host:port" of rank 0. timeout_s: seconds that joining and each
+    collective may take."""
     cpu_shim.install()  # again, for this thread
     if world_size % (tp * pp):
         raise ValueError(f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does "
                          f"not divide the {world_size} training ranks")
+    if world_size // (tp * pp) % ep:
+        raise ValueError(f"--expert-model-parallel-size {ep} does not divide the {world_size // (tp * pp)} data-parallel ranks")
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("nccl" if cuda else "gloo", init_method=init_method, rank=rank, world_size=world_size,
                             timeout=datetime.timedelta(seconds=timeout_s))
-    mpu.initialize_model_parallel(tp, pp, create_gloo_process_groups=False,
+    mpu.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, create_gloo_process_groups=False,
                                   distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)))
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -96,6 +103,13 @@ def check_supported(hf):
     for flag in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if hf.to_dict().get(flag):
             raise ValueError(f"--hf-checkpoint: {flag}=true in config.json is not supported")
+    if hf.model_type == "qwen3_moe":
+        if hf.decoder_sparse_step != 1 or hf.mlp_only_layers:
+            raise ValueError(f"--hf-checkpoint: decoder_sparse_step {hf.decoder_sparse_step} and mlp_only_layers "
+                             f"{hf.mlp_only_layers} are not supported: every layer must have experts (1 and [])")
+        if not 1 < hf.num_experts_per_tok <= hf.num_experts:
+            raise ValueError(f"--hf-checkpoint: num_experts_per_tok {hf.num_experts_per_tok} of num_experts {hf.num_experts} is "
+                             "not supported: at least 2")
 
 
 def inverse_frequencies(hf):
@@ -112,17 +126,45 @@ def head_dim(hf):
     return hf.to_dict().get("head_dim") or hf.hidden_size // hf.num_attention_heads
 
 
-def megatron_config(hf, args):
-    """Reads of args: tensor_model_parallel_size, pipeline_model_parallel_size, sequence_parallel, bf16 and
-    recompute_granularity ("full" or None)."""
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    for what, size in (("num_attention_heads", hf.num_attention_heads), ("num_key_value_heads", hf.num_key_value_heads),
-                       ("intermediate_size", hf.intermediate_size)):
-        if size % tp:
-            raise ValueError(f"--tensor-model-parallel-size {tp} does not divide the model's {what} {size}")
+def check_layout(hf, args):
+    """ValueError, one line, when a size of the model does not divide by its parallel size."""
+    tp, pp, ep = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    moe = hf.model_type == "qwen3_moe"
+    inner = "moe_intermediate_size" if moe else "intermediate_size"
+    for what in ("num_attention_heads", "num_key_value_heads", inner):
+        if getattr(hf, what) % tp:
+            raise ValueError(f"--tensor-model-parallel-size {tp} does not divide the model's {what} {getattr(hf, what)}")
     if hf.num_hidden_layers % pp:
         raise ValueError(f"--pipeline-model-parallel-size {pp} does not divide the model's {hf.num_hidden_layers} "
                          "layers")
+    if ep > 1 and not moe:
+        raise ValueError(f"--expert-model-parallel-size {ep}: {hf.model_type} has no experts")
+    if moe and hf.num_experts % ep:
+        raise ValueError(f"--expert-model-parallel-size {ep} does not divide the model's num_experts {hf.num_experts}")
+    if moe and tp > 1 and not args.sequence_parallel:
+        raise ValueError(f"--tensor-model-parallel-size {tp} with experts needs --sequence-parallel: Megatron's token dispatch "
+                         "does")
+
+
+def megatron_config(hf, args):
+    """Reads of args: tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size,
+    sequence_parallel, bf16 and recompute_granularity ("full" or None)."""
+    check_layout(hf, args)
+    tp, pp, ep = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    experts = {}
+    if hf.model_type == "qwen3_moe":
+        experts = dict(
+            num_moe_experts=hf.num_experts,
+            moe_router_topk=hf.num_experts_per_tok,
+            moe_ffn_hidden_size=hf.moe_intermediate_size,
+            # the softmax of the chosen is the softmax of all divided by their sum, which is norm_topk_prob
+            moe_router_pre_softmax=not hf.norm_topk_prob,
+            # as transformers and SGLang do: logits in the model's dtype, softmax in fp32. In fp32 they would be ordered
+            # where the engine sees a tie
+            moe_router_dtype=None,
+            moe_router_load_balancing_type="none",  # no loss but the policy's; no token is ever dropped
+            expert_model_parallel_size=ep,
+        )
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     full_recompute = args.recompute_granularity == "full"
     return TransformerConfig(
@@ -138,7 +180,7 @@ def megatron_config(hf, args):
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=hf.model_type == "qwen2",
-        qk_layernorm=hf.model_type == "qwen3",
+        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=tp,
@@ -165,6 +207,7 @@ def megatron_config(hf, args):
         bias_activation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **experts,
     )
 
 
@@ -212,16 +255,45 @@ class PackedAttention(MegatronModule):
         return out[0].transpose(0, 1)
 
 
+class Experts(torch.nn.Module):
+    """This rank's experts, in two tensors, and one grouped product for each. Megatron's own needs a CUDA package for that, and
+    without it loops over the experts: 128 of a layer would be 128 small products, and as many collectives of a sync.
+
+    linear_fc1 [experts, 2 * inner / tp, hidden], each [its gate rows; its up rows]; linear_fc2 [experts, hidden, inner / tp].
+    """
+
+    def __init__(self, num_local_experts, config, pg_collection=None, **_):
+        super().__init__()
+        inner = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        for name, rows, columns, split in (("linear_fc1", 2 * inner, config.hidden_size, 1),
+                                           ("linear_fc2", config.hidden_size, inner, 2)):
+            weight = torch.empty(num_local_experts, rows, columns, dtype=config.params_dtype, device=torch.cuda.current_device())
+            self.register_parameter(name, torch.nn.Parameter(config.init_method(weight)))
+            parameter = getattr(self, name)
+            set_tensor_model_parallel_attributes(parameter, True, split, 1)  # for the gradient norm: no rank has another's
+            parameter.allreduce = config.expert_model_parallel_size == 1     # else summed over those who hold the same ones
+
+    def forward(self, x, tokens_per_expert, probs):
+        """x [N, hidden]: what was sent to these experts, expert after expert; probs [N]: how much each counts."""
+        ends = tokens_per_expert.cumsum(0).to(x.device, torch.int32)
+        gate, up = F.grouped_mm(x, self.linear_fc1.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        inner = (F.silu(gate) * up * probs[:, None]).to(x.dtype)
+        return F.grouped_mm(inner, self.linear_fc2.transpose(1, 2), offs=ends), None
+
+
 def build_model(hf, args):
-    """This rank's pipeline stage, tensor parallel shard, on its device, in training mode, with random weights. In bf16
+    """This rank's pipeline stage, tensor parallel shard and experts, on its device, in training mode, with random weights. In bf16
     it is wrapped in Megatron's Float16Module. Reads the fields of args that megatron_config names."""
     config = megatron_config(hf, args)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm,
+                                     normalization="RMSNorm")
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.num_moe_experts:
+        layer.submodules.mlp.submodules.experts = Experts
     block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
     gpt = GPTModel(
         config=config,

@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import traceback
-import uuid
 
 import ray
 from ray.util.placement_group import placement_group
@@ -23,7 +22,7 @@ from tqdm import tqdm
 import checkpoint
 import plan
 from args import nodes_needed, policies
-from engine import EngineError, NoEngineLeft, SGLangEngine, free_address
+from engine import EngineError, NoEngineLeft, SGLangEngine, look_around
 from replay import ReplayManager
 from rollout import RolloutManager
 from trainer import TrainWorker
@@ -176,28 +175,33 @@ def report(error, args, engines, trainers, began):
 
 # ---- Ray --------------------------------------------------------------------------------------------------
 def start_ray(args):
-    """A local cluster for this run alone, or the one at --ray-address. ValueError when it has too few GPUs."""
+    """A local cluster for this run alone, or the one at --ray-address. ValueError when it has too few GPUs (cores)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")          # Ray's 15 lets any other program stretch a step
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")        # threads that spin take the cores from the engines
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""        # for every actor: none may take a GPU that is there all the same
-    quiet = {"include_dashboard": False, "logging_level": "ERROR"}
+    quiet = {"address": "local", "include_dashboard": False, "logging_level": "ERROR"}       # not one that happens to run here
     print("starting Ray", flush=True)
     if args.ray_address:
         ray.init(address=args.ray_address, logging_level="ERROR")
     elif args.device == "cuda":
         ray.init(**quiet)
     else:
-        ray.init(num_cpus=args.world_size + args.num_engines + 1, num_gpus=0, **quiet)
-    have, training = int(ray.cluster_resources().get("GPU", 0)), 0 if args.debug_rollout_only else args.world_size
+        ray.init(num_cpus=args.world_size + args.num_engines * args.rollout_num_gpus_per_engine + 1, num_gpus=0, **quiet)
+    have, training = int(ray.cluster_resources().get(unit(args), 0)), 0 if args.debug_rollout_only else args.world_size
     rollout = 0 if args.without_engines or args.rollout_external_engine_addrs or args.colocate else args.rollout_num_gpus
-    if args.device == "cuda" and training + rollout > have:
-        raise ValueError(f"{training} GPUs for training (--actor-num-nodes {args.actor_num_nodes} x "
+    if training + rollout > have:
+        raise ValueError(f"{training} {unit(args)}s for training (--actor-num-nodes {args.actor_num_nodes} x "
                          f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}) + {rollout} for --rollout-num-gpus = "
                          f"{training + rollout} on {nodes_needed(args)} nodes of --num-gpus-per-node "
                          f"{args.num_gpus_per_node}, but the cluster has {have}")
+
+
+def unit(args):
+    """What a rank or an engine's rank reserves of a node: on the CPU, where a 'GPU' is a process, a core."""
+    return "GPU" if args.device == "cuda" else "CPU"
 
 
 def launch(args, engines):
@@ -208,7 +212,8 @@ def launch(args, engines):
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)   # beside the run's folder
     manager = ray.remote(ReplayManager if args.replay and not args.replay_data_only else RolloutManager)
     rollout = manager.options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote(args)
-    options = reserve(0 if args.debug_rollout_only else args.world_size, 1, args.device)
+    size = args.actor_num_gpus_per_node
+    options = reserve(args, "training node(s)", 0 if args.debug_rollout_only else args.actor_num_nodes, size, size)
     trainers = start_trainers(args, options)
     if not (args.without_engines or urls):
         engines += start_engines(args, trainers, options)
@@ -218,7 +223,6 @@ def launch(args, engines):
              f"{len(engines)} engines, {len(trainers)} training ranks, rollout manager")
     urls = urls or ray.get(starting)
     ray.get(rollout.connect.remote(urls, engines))
-    ray.get([trainer.join_engines.remote(urls, uuid.uuid4().hex[:8]) for trainer in trainers])   # a new name for each run
     print(f"everything is up after {time.time() - started:.0f} s", flush=True)
     return trainers, rollout
 
@@ -227,33 +231,40 @@ def start_engines(args, trainers, options):
     """One actor for each server. Colocated ones start when the training ranks have taken their memory, beside the first rank
     of those whose GPUs they use."""
     count, tp = args.num_engines, args.rollout_num_gpus_per_engine
-    if not (args.colocate and trainers and args.device == "cuda"):
+    if not (args.colocate and trainers):
         return [SGLangEngine.options(max_restarts=args.max_engine_restarts, **option).remote(i, args)
-                for i, option in enumerate(reserve(count, tp, args.device))]
-    gpus = ray.get([trainer.gpu.remote() for trainer in trainers], timeout=args.distributed_timeout)
+                for i, option in enumerate(reserve(args, "engine(s)", count, tp, 1))]
+    gpus = ray.get([trainer.gpu.remote() for trainer in trainers if args.device == "cuda"], timeout=args.distributed_timeout)
     return [SGLangEngine.options(num_gpus=0, scheduling_strategy=options[i * tp]["scheduling_strategy"])
             .remote(i, args, gpus[i * tp:(i + 1) * tp]) for i in range(count)]
 
 
 def start_trainers(args, options):
+    """The first rank of each node says what its node sees; rank 0 also where all ranks meet."""
     if args.debug_rollout_only:
         return []
-    address = ray.remote(free_address).options(**options[0])
-    host, port = ray.get(address.remote(), timeout=args.distributed_timeout)
-    worker = ray.remote(TrainWorker)
+    firsts = options[::args.actor_num_gpus_per_node]
+    nodes = ray.get([ray.remote(look_around).options(**first).remote(args) for first in firsts], timeout=args.distributed_timeout)
+    for host, _, missing in nodes:
+        if missing:
+            raise ValueError(f"the node {host} does not see {', '.join(missing)}: --hf-checkpoint and --output-dir must be on a "
+                             f"file system of all nodes, under the same path")
+    worker, (host, port, _) = ray.remote(TrainWorker), nodes[0]
     return [worker.options(**options[rank]).remote(args, rank, f"{host}:{port}") for rank in range(args.world_size)]
 
 
-def reserve(count, gpus, device):
-    """Actor options for `count` actors of `gpus` GPUs each, packed on as few nodes as possible. A GPU reserved here is
-    nobody else's, so training and rollout cannot end up on the same one."""
-    if device == "cpu" or count == 0:
-        return [{"num_cpus": 0}] * count
-    group = placement_group([{"GPU": gpus, "CPU": 1}] * count, strategy="PACK")
-    if not group.wait(120):
-        raise RuntimeError(f"Ray did not find {count} x {gpus} free GPUs within 120 s")
-    return [{"num_gpus": gpus, "num_cpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, i)}
-            for i in range(count)]
+def reserve(args, what, bundles, size, actors, limit=120):
+    """Actor options for bundles x actors actors. A bundle is `size` GPUs (on the CPU cores) of one node, shared evenly by its
+    `actors`; bundles are packed on as few nodes as possible, and moved to another one when their node is lost. What is reserved
+    here is nobody else's, so training and rollout cannot end up on the same GPU."""
+    if bundles == 0:
+        return []
+    group = placement_group([{"CPU": actors, unit(args): size}] * bundles, strategy="PACK")
+    if not group.wait(limit):
+        raise RuntimeError(f"Ray found no place within {limit:g} s for {bundles} {what}, each with {size} free {unit(args)}(s) on "
+                           f"one node")
+    own = {"num_gpus": size // actors, "num_cpus": 1} if unit(args) == "GPU" else {"num_cpus": size // actors}
+    return [{**own, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, i // actors)} for i in range(bundles * actors)]
 
 
 def wait_for(refs, limit, what):

@@ -69,7 +69,7 @@ class ReplayManager:
     def trained_steps(self):
         return self.steps
 
-    async def pause(self):
+    async def rest(self, version):
         """Nothing runs."""
         self.lose_engines()
 
@@ -82,11 +82,12 @@ class ReplayManager:
     async def revive(self):
         self.tell("revive", self.records[self.at]["step"])
 
-    async def publish(self, version, expected):
-        self.tell("sync", version)
+    async def updated(self):
+        """There is no engine."""
 
-    async def resume(self):
-        """Nothing was paused."""
+    async def publish(self, version, sent, expected):
+        self.tell("sync", version)
+        return 0
 
     async def release_memory(self):
         """There is none."""

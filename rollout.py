@@ -485,11 +485,17 @@ class RolloutManager:
             return await self.evaluating
 
     # ---- weight sync: the engines' side of it -------------------------------------------------------------
-    async def pause(self):
-        """Stops generation on every engine and begins to empty the KV caches, beside what comes next. Nothing runs there then: a
-        loop syncs between two batches, a stream is held first, and an evaluation is waited for, so that all of it is of one
-        version. Returns urls when the trainers have to join the engines anew."""
-        with self.watchdog.at("the sync: pausing the engines"):
+    async def rest(self, version):
+        """Nothing runs on any engine from here to `publish`: a loop syncs between two batches, a stream is held, and an evaluation
+        is waited for, so that all of it is of one version. The engines are asked for `version` at once; or their urls are
+        returned, when the trainers have to join them anew, for `update`."""
+        urls = await self.come_to_rest()
+        if not urls:
+            self.fleet.update(version)
+        return urls
+
+    async def come_to_rest(self):
+        with self.watchdog.at("the sync: waiting for what runs"):
             await self.proved()
             started = time.time()
             if self.evaluating:
@@ -498,7 +504,16 @@ class RolloutManager:
             self.eval_wait = time.time() - started
             if self.stream:
                 await self.hold()
-            return await self.fleet.pause()
+            return await self.fleet.rest()
+
+    async def update(self, version, stages):
+        """The trainers have joined the engines and will send these stages."""
+        self.fleet.update(version, stages)
+
+    async def updated(self):
+        """Returns when every engine has all weights; EngineError when one fails."""
+        with self.watchdog.at("the sync: engines receiving weights"):
+            await self.fleet.updated()
 
     async def blame(self, url, why):
         """The sync has failed, by this engine if it has a name: goes on without those at fault, or raises NoEngineLeft."""
@@ -507,34 +522,28 @@ class RolloutManager:
     async def release_memory(self):
         """--colocate: the engines, where nothing runs between two batches, give their memory to the training. The next sync
         takes it back, for what it writes first: the weights before they are sent, the cache behind them."""
-        await self.pause()
+        await self.come_to_rest()
         await self.fleet.release_memory()
 
-    async def publish(self, version, expected):
-        """The engines go on with the new version. What they hold is compared with the trainers' fingerprints (expected: calls of
-        their ranks, see WeightSender.fingerprints; None: no weights were sent) while the first requests run, and before anything
-        that they say is taken."""
+    async def publish(self, version, sent, expected):
+        """When all is sent, the engines go on with the new version. What they hold is compared with the trainers' fingerprints
+        (sent, expected: calls of their ranks, WeightSender.send and fingerprints) while the first requests run, and before
+        anything that they say is taken. Returns the bytes that were sent."""
         with self.watchdog.at("the sync: publishing the version"):
-            await self.fleet.publish(version, expected)
+            size = await self.fleet.publish(version, sent, expected)
         self.version = version
         if self.buffer:
             self.buffer.ledger.write("sync", version=version)
         if self.stream:
             self.stream.publish(version)
-        await self.resume()
+            self.held = False
+            self.fill()
+        return size
 
     async def proved(self):
         """Waits until every engine has proved the last sync or is lost. Returns the seconds that it took."""
         self.check_time = await self.fleet.proved()
         return self.check_time
-
-    async def resume(self):
-        """Lets every engine go on, whatever the others answer."""
-        with self.watchdog.at("the sync: letting the engines go on"):
-            await self.fleet.resume()
-        if self.stream:
-            self.held = False
-            self.fill()
 
     def retire(self):
         """The run ends: from now on an engine that does not answer was stopped."""

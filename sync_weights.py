@@ -29,43 +29,37 @@ from fingerprint import fingerprinter, to_int
 def sync_weights(trainers, rollout, version):
     """Publishes the trainers' weights as `version` on every engine. Returns the sync's metrics.
 
-    Order: pause -> flush the KV cache -> buckets -> version published -> continue, while the fingerprints are compared: nothing
-    of a version is taken from an engine before it proved to hold it, and no engine is left paused. Engines that came back join
-    again first. One that fails is left out, and all begins again; NoEngineLeft when there is none.
+    Order: generation rests -> buckets, KV cache flushed -> version published -> generation goes on, while the fingerprints are
+    compared: nothing of a version is taken from an engine before it proved to hold it. Engines that came back join first. One
+    that fails is left out, and all begins again; NoEngineLeft when there is none.
+
+    The rollout manager asks the engines for it as soon as nothing runs there, while this calls the trainers into the broadcast;
+    they look at `updated` when a bucket is not taken.
     """
     started = time.time()
     version = version if trainers else 0      # --debug-rollout-only: the engines keep what they loaded
     while True:
-        prepared = [trainer.prepare_weights.remote() for trainer in trainers]      # while the engines come to rest
+        for trainer in trainers:
+            trainer.prepare_weights.remote()  # while the engines come to rest
         try:
-            if urls := ray.get(rollout.pause.remote()):
-                ray.get([trainer.join_engines.remote(urls, uuid.uuid4().hex[:8]) for trainer in trainers])
-            paused = time.time()
-            ray.get(prepared)
-            sent = [part for part in ray.get([trainer.send_weights.remote(version) for trainer in trainers]) if part]
-            broadcast = time.time()
-            ray.get(rollout.publish.remote(version, [trainer.fingerprints.remote() for trainer in trainers] if sent else None))
+            if urls := ray.get(rollout.rest.remote(version)):
+                name = uuid.uuid4().hex[:8]   # a new group each time
+                stages = ray.get([trainer.join_engines.remote(urls, name) for trainer in trainers])
+                ray.get(rollout.update.remote(version, [stage for stage in stages if stage]))
+            rested = time.time()
+            updated = rollout.updated.remote()
+            sent = [trainer.send_weights.remote([updated]) for trainer in trainers]
+            size = ray.get(rollout.publish.remote(version, sent, [trainer.fingerprints.remote() for trainer in trainers]))
             break
-        except BaseException as error:
-            leave_out(error, trainers, rollout)
-    size, seconds = sum(part["bytes"] for part in sent), broadcast - paused
-    return {"sync/version": version, "sync/time": time.time() - started, "sync/pause_time": paused - started,
-            "sync/broadcast_time": seconds, "sync/publish_time": time.time() - broadcast, "sync/bytes": size,
-            "sync/engine_time": max((part["waited"] for part in sent), default=0.0),      # of the broadcast: waiting for engines
-            "sync/gb_per_s": size / max(seconds, 1e-9) / 1e9}
-
-
-def leave_out(error, trainers, rollout):
-    """After a failed attempt: drops the group, and the engine at fault. Raises what cannot be helped, with no engine paused."""
-    try:
-        if isinstance(error, NoEngineLeft) or not isinstance(error, EngineError):
-            raise error
-        ray.get([trainer.leave_engines.remote() for trainer in trainers])
-        ray.get(rollout.blame.remote(getattr(error, "cause", error).url, str(getattr(error, "cause", error))))
-    except BaseException:
-        with contextlib.suppress(Exception):  # an engine that does not answer now must not hide what went wrong before
-            ray.get(rollout.resume.remote())
-        raise
+        except EngineError as error:
+            if isinstance(error, NoEngineLeft):
+                raise
+            cause = getattr(error, "cause", error)
+            ray.get([trainer.leave_engines.remote() for trainer in trainers])
+            ray.get(rollout.blame.remote(cause.url, str(cause)))
+    seconds = time.time() - rested
+    return {"sync/version": version, "sync/time": time.time() - started, "sync/pause_time": rested - started,
+            "sync/broadcast_time": seconds, "sync/bytes": size, "sync/gb_per_s": size / max(seconds, 1e-9) / 1e9}
 
 
 class WeightSender:
@@ -75,16 +69,15 @@ class WeightSender:
         self.args, self.ddp, self.hf = args, ddp, hf
         self.timeout = args.update_weight_timeout
         self.gathers = self.sends = self.in_place = False
-        self.clients, self.group, self.buffers, self.plan, self.filled = [], None, [None, None], None, ()
+        self.clients, self.group, self.buffers, self.plan, self.filled = [], None, [None, None], None, None
 
     def join(self, urls, name):
-        """Forms a group for each stage with the engines at `urls`, in place of the one before; colocated engines need none."""
+        """Forms a group for each stage with the engines at `urls`, in place of the one before; colocated engines need none.
+        Sources return what the engines have to know of their stage, see Fleet.update."""
         self.leave()
-        if not urls:
-            return
         self.in_place = self.args.colocate and self.args.device == "cuda"
-        self.gathers = self.in_place or mpu.get_data_parallel_rank() == 0
-        self.sends = self.in_place or self.gathers and mpu.get_tensor_model_parallel_rank() == 0
+        self.gathers = self.in_place or weight_map.gathers()
+        self.sends = self.in_place or weight_map.sends()
         if self.gathers and not self.plan:
             self.plan_buckets()
         if self.in_place:
@@ -92,35 +85,42 @@ class WeightSender:
             self.beside = range(rank // tp * tp, rank // tp * tp + tp)       # the ranks on the GPUs of this rank's engine
             if rank == self.beside[0]:
                 self.clients = [EngineClient(urls[rank // tp], api_key(self.args), self.timeout)]
-            self.pool = concurrent.futures.ThreadPoolExecutor(1)
+            self.pool, self.name = concurrent.futures.ThreadPoolExecutor(1), None
         else:
             self.in_turn(lambda: self.join_stage(urls, name))
+        if not self.sends:
+            return None
+        size = 0 if self.in_place and dist.get_rank() else sum(map(bucket_bytes, self.plan))
+        tensors = [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape in self.tensors]
+        return {"stage": mpu.get_pipeline_model_parallel_rank(), "group": self.name, "tensors": tensors, "bytes": size,
+                "limit": self.args.update_weight_buffer_size, "timeout": self.timeout * len(self.plan)}
 
     def plan_buckets(self):
-        """What is the same in each sync. Views of a single shard are among it: they are the parameters' own memory."""
-        views = list(weight_map.hf_views(self.ddp, self.hf))
+        """What is the same in each sync. A rank that has all of a stage to itself also keeps the views: they are the parameters'
+        own memory. What is gathered is let go of at once."""
+        views, self.views = weight_map.hf_views(self.ddp, self.hf), None
+        if mpu.get_expert_tensor_and_model_parallel_world_size() == 1:
+            views = self.views = list(views)
         self.tensors = [(name, view.dtype, weight_map.hf_shape(view)) for name, view in views]
         self.plan = cut(self.tensors, self.args.update_weight_buffer_size)
-        self.views = views if mpu.get_tensor_model_parallel_world_size() == 1 else None
         if self.sends:
-            self.buckets = lay_out(self.plan, self.buffers, views[0][1].device)
+            self.buckets = lay_out(self.plan, self.buffers, next(self.ddp.parameters()).device)
             self.prints = [fingerprinter([(t, 0, 0) for t in tensors.values()]) for _, tensors in self.buckets]
 
     def in_turn(self, action):
-        """Runs action() on this rank when its stage's turn has come, and returns its result. One stage after the other: two
-        sources at once could meet the engines in different orders and wait for each other for ever. An error is raised behind
-        the last turn, so that the ranks stay in step."""
-        result, failed = None, None
+        """Runs action() on this rank when its stage's turn has come. One stage after the other: two sources at once could meet
+        the engines in different orders and wait for each other for ever. An error is raised behind the last turn, so that the
+        ranks stay in step."""
+        failed = None
         for stage in range(mpu.get_pipeline_model_parallel_world_size()):
             if stage == mpu.get_pipeline_model_parallel_rank():
                 try:
-                    result = action()
+                    action()
                 except EngineError as error:
                     failed = error
             dist.barrier()
         if failed:
             raise failed
-        return result
 
     def join_stage(self, urls, name):
         """This rank is rank 0 of the group, engine i has tp ranks from 1 + i x tp. EngineError names the engine that refused
@@ -158,27 +158,21 @@ class WeightSender:
     def prepare(self):
         """Fills the first bucket. The engines need not have come to rest for that."""
         if self.gathers:
-            self.filled = self.fill()
-            next(self.filled)
+            filled = self.fill()
+            self.filled = itertools.chain([next(filled)], filled)
 
-    def send(self, version):
-        """Sends this rank's stage in its turn; the last stage publishes the version. Sources return {"bytes": n, "waited": s}."""
-        last = mpu.get_pipeline_model_parallel_rank() == mpu.get_pipeline_model_parallel_world_size() - 1
-        return self.in_turn(lambda: self.send_stage(version if last else None))
-
-    def send_stage(self, version):
-        filled = itertools.chain([0], self.filled) if self.gathers else ()
-        if self.sends:
-            try:
-                self.found, waited = (self.show if self.in_place else self.broadcast)(filled, version)
-            except EngineError:
-                for _ in filled:   # the ranks beside gather on
-                    pass
-                raise
-            sizes = map(bucket_bytes, () if self.in_place and dist.get_rank() else self.plan)
-            return {"bytes": sum(sizes), "waited": waited}
-        for _ in filled:           # takes part in gathering
-            pass
+    def send(self, updated):
+        """Sends this rank's stage. The engines take the stages in order; `updated` (a reference to what says that they have all)
+        is looked at when a bucket is not taken: it holds the reason."""
+        if self.gathers and self.filled is None:       # this rank has joined only now, or the preparation failed
+            self.prepare()
+        filled, self.filled = self.filled or (), None
+        try:
+            if self.sends:
+                self.found = self.show(filled) if self.in_place else self.broadcast(filled, updated)
+        finally:
+            for _ in filled:       # takes part in gathering; also where the engines fail, for the ranks beside gather on
+                pass
 
     def fingerprints(self):
         """{name: (shape, fingerprint)} of what this rank sent last; empty where it sends nothing."""
@@ -198,68 +192,70 @@ class WeightSender:
                 torch._foreach_copy_([t.view(view.shape) for t, view in zip(places, whole)], whole)
             yield i
 
-    def broadcast(self, filled, version):
-        """One request tells every engine what comes. A bucket is filled while the one before is under way, and a buffer again
-        when its broadcast has ended."""
-        asked = [self.pool.submit(client.update_from_distributed, self.tensors, self.name, self.args.update_weight_buffer_size,
-                                  version, self.timeout * len(self.plan)) for client in self.clients]
-        prints, waited, flying = [], 0.0, None
+    def broadcast(self, filled, updated):
+        """A bucket is filled while the one before is under way, and a buffer again when its broadcast has ended."""
+        prints, flying, patience = [], None, self.timeout * (1 + mpu.get_pipeline_model_parallel_rank())    # for its turn
         for i in filled:
             work = dist.broadcast(self.buckets[i][0], group=self.group, group_src=0, async_op=True)
             prints.append(self.prints[i]())
-            waited += self.land(asked, flying)
+            land(flying, updated, patience)
             flying = work
-        waited += self.land(asked, flying)
-        return prints, waited + self.wait(asked)
+        land(flying, updated, patience)
+        return prints
 
-    def land(self, asked, work):
-        """Waits for the broadcast of one bucket; returns how long. An engine's refusal surfaces at once, with its name, though
-        the broadcast may hang."""
-        started = time.time()
-        while work is not None and not work.is_completed():
-            for future in asked:
-                if future.done():
-                    future.result()
-            seconds = time.time() - started
-            if seconds > self.timeout:
-                raise EngineError(f"a bucket of weights did not arrive within --update-weight-timeout {self.timeout:g} s")
-            time.sleep(min(1e-4 + seconds / 10, 0.01))
-        if work is not None:
-            try:
-                work.wait()
-            except RuntimeError as error:      # of the group's other end; who it is the request to it says
-                first_error(asked, 5, "a bucket of weights")
-                raise EngineError(f"a bucket of weights: {str(error).splitlines()[0]}") from None
-        return time.time() - started
-
-    def show(self, filled, version):
+    def show(self, filled):
         """Hands the handles of the ranks beside each other to their engine, bucket by bucket. The exchange also keeps the ranks
         in step: no buffer is written again before its engine has read it, and what one engine fails with every rank raises."""
-        prints, waited, asked = [], 0.0, []
+        prints, asked = [], []
         for i in filled:
             torch.cuda.synchronize()
-            waited += self.wait(asked, together=True)
+            self.wait(asked)
             handles = [None] * dist.get_world_size()
             dist.all_gather_object(handles, ipc_handle(self.plan[i], self.buckets[i][0]))
-            asked = [self.pool.submit(client.update_from_tensor, [handles[j] for j in self.beside],
-                                      version if i == len(self.plan) - 1 else None) for client in self.clients]
+            asked = [self.pool.submit(client.update_from_tensor, [handles[j] for j in self.beside]) for client in self.clients]
             prints.append(self.prints[i]())
-        return prints, waited + self.wait(asked, together=True)
+        self.wait(asked)
+        return prints
 
-    def wait(self, asked, together=False):
-        """Waits for the engines' answers; returns how long. together: with all other ranks, which fail alike."""
-        started, error = time.time(), None
+    def wait(self, asked):
+        """Waits for the engines' answers together with all other ranks, which fail alike."""
+        error = None
         try:
             first_error(asked, self.timeout, "a bucket of weights")
         except EngineError as problem:
             error = problem
-        errors = [error]
-        if together:
-            errors = [None] * dist.get_world_size()
-            dist.all_gather_object(errors, error)
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
         for error in filter(None, errors):
             raise error
-        return time.time() - started
+
+
+def land(work, updated, limit):
+    """Waits for the broadcast of one bucket (None: there is none). What an engine fails with surfaces at once, with its name,
+    though the broadcast may hang; EngineError without a name after `limit` seconds."""
+    started = time.time()
+    while work is not None and not work.is_completed():
+        seconds = time.time() - started
+        if seconds > limit:
+            raise EngineError(f"a bucket of weights did not arrive within {limit:g} s (--update-weight-timeout)")
+        if seconds > 0.01:                     # looking costs more than most buckets take
+            raise_failure(updated, 0)
+        time.sleep(min(1e-4 + seconds / 10, 0.01))
+    if work is not None:
+        try:
+            work.wait()
+        except RuntimeError as error:          # of the group's other end; who it is the request to it says
+            raise_failure(updated, 5)
+            raise EngineError(f"a bucket of weights: {str(error).splitlines()[0]}") from None
+
+
+def raise_failure(updated, patience):
+    """Raises what the engines have failed with, if they have within so many seconds."""
+    if ray.wait([updated], num_returns=1, timeout=patience)[0]:
+        try:
+            ray.get(updated)
+        except EngineError as error:
+            raise getattr(error, "cause", error) from None
 
 
 def ipc_handle(bucket, flat):

@@ -34,7 +34,7 @@ class TrainWorker:
         os.environ["NCCL_CUMEM_ENABLE"] = "0"     # SGLang sets that for itself, and both ends of a group must agree
         self.args, self.rank = args, rank
         model.init_parallel(rank, args.world_size, f"tcp://{master}", args.tensor_model_parallel_size,
-                            args.pipeline_model_parallel_size, args.seed, args.distributed_timeout)
+                            args.pipeline_model_parallel_size, args.seed, args.distributed_timeout, args.expert_model_parallel_size)
         self.hf = model.load_hf_config(args.hf_checkpoint)
         policy = model.build_model(self.hf, args)
         model.load_weights(policy, self.hf, args.hf_checkpoint)
@@ -314,7 +314,7 @@ class TrainWorker:
 
     def join_engines(self, urls, group):
         with self.watchdog.at("the sync: joining the engines"):
-            self.sender.join(urls, group)
+            return self.sender.join(urls, group)
 
     def leave_engines(self):
         self.sender.leave()
@@ -322,10 +322,11 @@ class TrainWorker:
     def prepare_weights(self):
         self.sender.prepare()
 
-    def send_weights(self, version):
+    def send_weights(self, updated):
+        """updated: a list of the reference, which Ray would wait for if it stood alone."""
         self.cycle_step = None                # the next step begins a cycle of old log-probs, wherever the loop began anew
         with self.watchdog.at("the sync: sending the weights"):
-            return self.sender.send(version)
+            self.sender.send(*updated)
 
     def fingerprints(self):
         return self.sender.fingerprints()

@@ -8,6 +8,8 @@ A Megatron parameter has a kind, which says how full Hugging Face tensors become
     vocab     rows padded with zeros to a multiple of the tensor parallel size, split along dim 0
     qkv       per query group [its q heads, k, v], split along dim 0 (weights and biases alike)
     gate_up   each rank holds [its gate rows; its up rows]
+    experts_row, experts_gate_up
+              dim 0 is the expert; an expert parallel rank holds its consecutive ones, each split as the kind's other half says
 """
 import json
 import os
@@ -38,13 +40,17 @@ LAYER = {
     "pre_mlp_layernorm.weight": ("copy", ["post_attention_layernorm.weight"]),
     "mlp.linear_fc1.weight": ("gate_up", ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
     "mlp.linear_fc2.weight": ("row", ["mlp.down_proj.weight"]),
+    "mlp.router.weight": ("copy", ["mlp.gate.weight"]),
+    "mlp.experts.linear_fc1": ("experts_gate_up", ["mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"]),
+    "mlp.experts.linear_fc2": ("experts_row", ["mlp.experts.{}.down_proj.weight"]),
 }
 SHARD_BYTES = 4 << 30  # of one file of an export
 COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # files of a checkpoint that are not weights
 
 
 def table(model):
-    """[(parameter, kind, [Hugging Face names])] of this pipeline stage, in a fixed order."""
+    """[(parameter, kind, [Hugging Face names])] of this pipeline stage, in a fixed order: the experts last. They are named all,
+    also those of other ranks."""
     gpt = unwrap_model(model)
     offset = get_transformer_layer_offset(gpt.config)
     rows = []
@@ -54,14 +60,19 @@ def table(model):
         else:
             layer, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name).groups()
             kind, names = LAYER[rest]
-            names = [f"model.layers.{int(layer) + offset}.{n}" for n in names]
+            experts = range(gpt.config.num_moe_experts) if kind.startswith("experts") else [None]
+            names = [f"model.layers.{int(layer) + offset}.{n}".format(expert) for expert in experts for n in names]
         rows.append((param, kind, names))
-    return rows
+    return sorted(rows, key=lambda row: row[1].startswith("experts"))
 
 
 # ---- Hugging Face -> Megatron ---------------------------------------------------------------------------------------
 def to_shard(kind, full, param, hf, tp, rank):
-    """full: the Hugging Face tensors of one parameter -> rank's shard of it, in the shape of param."""
+    """full: the Hugging Face tensors of one parameter -> rank's shard of it, in the shape of param. Of experts: of param's own."""
+    if kind.startswith("experts"):
+        each = len(full) // len(param)
+        return torch.stack([to_shard(kind.removeprefix("experts_"), full[i:i + each], None, hf, tp, rank)
+                            for i in range(0, len(full), each)])
     if kind == "qkv":
         per_group = [t.unflatten(0, (hf.num_key_value_heads, -1)) for t in full]
         return torch.cat(per_group, dim=1).flatten(0, 1).chunk(tp)[rank]
@@ -84,6 +95,9 @@ def load(model, hf, get_tensor):
     for param, kind, names in table(model):
         if names == [HEAD] and hf.tie_word_embeddings:
             names = [EMBEDDING]  # the last pipeline stage holds its own copy of a tied embedding
+        if kind.startswith("experts"):
+            mine = len(names) // mpu.get_expert_model_parallel_world_size()
+            names = names[mpu.get_expert_model_parallel_rank() * mine:][:mine]
         full = [get_tensor(n) for n in names]
         if kind == "vocab" and full[0].size(0) != hf.vocab_size:
             raise ValueError(f"--hf-checkpoint: {names[0]} has {full[0].size(0)} rows, vocab_size is {hf.vocab_size}")
@@ -97,10 +111,15 @@ def load(model, hf, get_tensor):
 # ---- Megatron -> Hugging Face ---------------------------------------------------------------------------------------
 def to_views(kind, shards, hf):
     """The tensor-parallel shards of one parameter, in rank order -> its full Hugging Face tensors. Of a single shard they are
-    views, and the caller's copy is the only one. One of more than two dimensions stands for its first three merged."""
+    views, and the caller's copy is the only one. One of more than two dimensions stands for its first three merged. Of
+    experts: the shards of one expert parallel rank after the other."""
     def joined(dim=0):
         return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
 
+    if kind.startswith("experts"):
+        tp = mpu.get_expert_tensor_parallel_world_size()
+        return [view for first in range(0, len(shards), tp) for expert in zip(*shards[first:first + tp])
+                for view in to_views(kind.removeprefix("experts_"), expert, hf)]
     if kind == "qkv":
         heads, groups = hf.num_attention_heads, hf.num_key_value_heads
         per_group = joined().unflatten(0, (groups, heads // groups + 2, -1))           # [group, q heads + k + v, dim]
@@ -129,19 +148,31 @@ def hf_tensors(model, hf, read=lambda param: param.data):
 
 @torch.no_grad()
 def hf_views(model, hf, read=lambda param: param.data):
-    """Yields (Hugging Face name, view) of this pipeline stage, in a fixed order, on every rank of its tensor parallel
-    group: all of them must iterate. One Megatron parameter is gathered at a time. `read` says what to export: the
-    weights, or for example `lambda p: p.main_grad`. A tied head is not repeated."""
-    tp, group = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_group()
+    """Yields (Hugging Face name, view) of this pipeline stage, in a fixed order, the experts in a second pass. Every rank of its
+    tensor and expert parallel groups must iterate (see `gathers`). One Megatron parameter is gathered at a time. `read` says
+    what to export: the weights, or for example `lambda p: p.main_grad`. A tied head is not repeated."""
     for param, kind, names in table(model):
         if names == [HEAD] and hf.tie_word_embeddings:
             continue  # the first stage exports it, as the embedding
+        group = None if kind == "copy" else mpu.get_tensor_model_parallel_group()
+        if kind.startswith("experts"):
+            group = mpu.get_expert_tensor_and_model_parallel_group()  # the tensor parallel ranks are neighbours in it
         shards = [read(param)]
-        if tp > 1 and kind != "copy":
+        if group and group.size() > 1:
             mine = shards[0].contiguous()
-            shards = [torch.empty_like(mine) for _ in range(tp)]
+            shards = [torch.empty_like(mine) for _ in range(group.size())]
             dist.all_gather(shards, mine, group=group)
         yield from zip(names, to_views(kind, shards, hf))
+
+
+def gathers():
+    """Whether this rank is of the first replica: the ranks that together hold one copy of everything."""
+    return mpu.get_expert_data_parallel_rank() == 0
+
+
+def sends():
+    """Whether this rank, of those that gather, is the one of its pipeline stage that does something with it."""
+    return mpu.get_data_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
 
 
 def save_hf(model, hf, source_dir, out_dir):
@@ -155,7 +186,7 @@ def save_hf(model, hf, source_dir, out_dir):
         os.makedirs(temporary)
     dist.barrier()
     files = {}
-    if mpu.get_data_parallel_rank() == 0:
+    if gathers():
         files = write_shards(model, hf, temporary)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, files)  # also the barrier behind which all files are whole
@@ -172,9 +203,8 @@ def save_hf(model, hf, source_dir, out_dir):
 
 
 def write_shards(model, hf, folder):
-    """This pipeline stage's safetensors files, written by its tensor parallel rank 0 -> {name: (file, bytes)}."""
+    """This pipeline stage's safetensors files, written by one of its ranks -> {name: (file, bytes)}."""
     from safetensors.torch import save_file
-    writer = mpu.get_tensor_model_parallel_rank() == 0
     stage, files, pending, pending_bytes, count = mpu.get_pipeline_model_parallel_rank(), {}, {}, 0, 0
 
     def flush():
@@ -185,7 +215,7 @@ def write_shards(model, hf, folder):
         pending, pending_bytes, count = {}, 0, count + 1
 
     for name, tensor in hf_tensors(model, hf):
-        if not writer:
+        if not sends():
             continue
         if pending and pending_bytes + tensor.nbytes > SHARD_BYTES:
             flush()

@@ -61,7 +61,7 @@ def make_manager(urls, folder, options):
 
 async def measure(urls, folder, options):
     manager = make_manager(urls, folder, options)
-    await manager.publish(0, None)
+    await manager.publish(0, [], [])
     profiler, answers, step, begun = cProfile.Profile() if options.profile else contextlib.nullcontext(), 0, 0, None
     with profiler:
         while begun is None or time.time() - begun[0] < options.seconds:

@@ -1,4 +1,4 @@
-"""How long a weight sync takes, from pause to continue, beside one raw broadcast of the same bytes between the same two GPUs.
+"""How long a weight sync takes, from the driver's call to its return, beside one raw broadcast of the same bytes between the same two GPUs.
 
     python scripts/bench_sync.py 0.6B 4B 8B                   two GPUs: one trains, one generates
     python scripts/bench_sync.py tiny --device cpu            a rehearsal
@@ -96,7 +96,7 @@ def measure(shape, folder, options, server):
             row = sync_weights(trainers, rollout, version)
             rows.append({**row, "sync/check_time": ray.get(rollout.proved.remote())})
         ms = {name: 1e3 * statistics.median(row[f"sync/{name}"] for row in rows[2:])
-              for name in ("time", "pause_time", "broadcast_time", "engine_time", "publish_time", "check_time")}
+              for name in ("time", "pause_time", "broadcast_time", "check_time")}
         assert rows[0]["sync/bytes"] == size or options.device == "cpu"      # there weights are fp32
     finally:
         placement.stop(engines)

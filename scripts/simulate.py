@@ -50,6 +50,11 @@ def parse_lengths(text):
     return lambda number, numbers: numbers.choices(values, shares)[0]
 
 
+def mean_length(lengths, count=1000):
+    numbers = random.Random(0)
+    return statistics.fmean(lengths(number, numbers) for number in range(count))
+
+
 def fit(folder):
     """What a recorded run says: (flags of the command line, {of COLUMNS: measured})."""
     try:
@@ -128,9 +133,7 @@ def run(options, split=None, **changes):
     """One simulation, with so many training and rollout GPUs; those of train_sync.py --colocate count on both sides."""
     training, rollout = split or options.split
     flags = {name: value for name, value in vars(options).items() if name in inspect.signature(simulate).parameters}
-    numbers = random.Random(0)
-    mean = statistics.fmean(options.lengths(number, numbers) for number in range(1000))
-    flags |= {"slots": max(1, int(rollout * options.slots_per_gpu)), "unit": max(1.0, mean / 8),
+    flags |= {"slots": max(1, int(rollout * options.slots_per_gpu)), "unit": max(1.0, mean_length(options.lengths) / 8),
               "train_token_time": options.train_token_time / training}
     return simulate(**{**flags, **changes})
 

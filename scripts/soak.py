@@ -71,8 +71,7 @@ def misbehave(fleet, draw):
             "500": {"refuse": 5, "status": 500}, "503": {"refuse": 5, "status": 503}, "429": {"refuse": 5, "status": 429},
             "hang": {"hang": 3, "seconds": 20}, "nonsense": {"answers": draw.choice(engines.NONSENSE), "count": draw.choice((3, 60))},
             "old version": {"answers": "old_version", "count": 1}, "dies on order": {"die": 3, "seconds": 0.01},
-            "fails in a sync": {"refuse": 1, "verb": draw.choice(("pause_generation", "update_weight_version", "flush_cache",
-                                                                  "continue_generation"))}}[kind])
+            "fails in a sync": {"refuse": 1, "verb": draw.choice(("update_weight_version", "flush_cache"))}}[kind])
     return kind
 
 

@@ -4,7 +4,8 @@ It makes POST /weights_checker {"action": "checksum"} answer with fingerprints (
 Hugging Face checkpoint instead of hashes of SGLang's own, fused and padded ones, and on a machine without CUDA.
 
 And POST /update_weights_from_distributed takes all buckets of a sync in one request (load_format: buckets.FORMAT=LIMIT). SGLang's
-own way is a request for each bucket, 3 to 4 ms apart, in which nothing flies while a bucket is loaded.
+own way is a request for each bucket, 3 to 4 ms apart, in which nothing flies while a bucket is loaded. With flush_cache it forgets
+every cached prefix, too, and says so (buckets.FLUSHED); where a request is still on its way out SGLang itself would die of that.
 """
 
 import dataclasses
@@ -20,13 +21,24 @@ def register():
     HookRegistry.register(srt + "utils.weight_checker.WeightChecker._compute_checksum", checksums, HookType.REPLACE)
     HookRegistry.register(srt + "model_executor.model_runner_components.weight_updater.WeightUpdater."
                           "update_weights_from_distributed", update_weights, HookType.AROUND)
+    HookRegistry.register(srt + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+                          "update_weights_from_distributed", flush_when_idle, HookType.AROUND)
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         HookRegistry.register(srt + "entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
+        HookRegistry.register(srt + "state_capturer.base.BaseHostCache.__init__", host_cache, HookType.REPLACE)
 
 
 def fork_children(result, *args, **kwargs):
     """Scheduler and detokenizer share the parent's imports (6 s of two cores each). CUDA does not survive a fork."""
     multiprocessing.set_start_method("fork", force=True)
+
+
+def host_cache(cache, num_tokens, num_layers, topk_size, name):
+    """Replaces BaseHostCache.__init__: where --enable-return-routed-experts keeps the experts of each token. Its own memory is
+    pinned, which there is only with CUDA."""
+    import torch
+    cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
+    cache.num_tokens, cache.num_layers, cache.topk_size, cache.name = num_tokens, num_layers, topk_size, name
 
 
 def checksums(checker):
@@ -59,6 +71,16 @@ def update_weights(original, updater, names, dtypes, shapes, group_name, load_fo
     except Exception as error:
         return False, f"receiving weights: {type(error).__name__}: {error}; those of this engine are partly new"
     return True, "weights received"
+
+
+def flush_when_idle(original, manager, request):
+    """Around SchedulerWeightUpdaterManager.update_weights_from_distributed: flushes behind the update if nothing runs."""
+    from buckets import FLUSHED
+    request.flush_cache = request.flush_cache and manager.is_fully_idle()
+    answer = original(manager, request)
+    if request.flush_cache:
+        answer.message += f", {FLUSHED}"
+    return answer
 
 
 @dataclasses.dataclass
@@ -138,11 +160,11 @@ def slices_of(model):
 
 def hf_slices(model):
     """Yields (hf name, tensor [columns] or [rows, columns], first row, first column in the whole tensor) for every
-    parameter of a dense model. A 1-D tensor is one row. A tied head is the embedding's module, and yielded once."""
+    parameter of the model. A 1-D tensor is one row. A tied head is the embedding's module, and yielded once."""
     limits = real_sizes(model.config)
     for path, module in model.named_modules():
         for leaf, t in module.named_parameters(recurse=False):
-            if t.dim() > 2:
+            if t.dim() > 2 and leaf not in ("w13_weight", "w2_weight"):
                 raise NotImplementedError(f"no fingerprint for {path}.{leaf} of shape {tuple(t.shape)}")
             for name, piece, row, column in pieces(path, module, leaf, t.data):
                 rows, columns = limits.get(name.split(".")[-2], (None, None))
@@ -160,7 +182,8 @@ def real_sizes(config):
         return {}
     heads, kv_heads = config.original_num_attention_heads, config.original_total_num_kv_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    inner = getattr(config, "original_intermediate_size", config.intermediate_size)
+    width = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"   # all layers or none
+    inner = getattr(config, f"original_{width}", getattr(config, width))
     return {"q_proj": (heads * size, None), "k_proj": (kv_heads * size, None), "v_proj": (kv_heads * size, None),
             "o_proj": (None, heads * size), "gate_proj": (inner, None), "up_proj": (inner, None),
             "down_proj": (None, inner)}
@@ -168,8 +191,11 @@ def real_sizes(config):
 
 def pieces(path, module, leaf, t):
     """Yields (hf name, piece, first row, first column) of one parameter. What its layer's class does to a checkpoint's
-    tensors at loading decides: see layers/linear.py and layers/vocab_parallel_embedding.py of SGLang."""
+    tensors at loading decides: see layers/linear.py, layers/vocab_parallel_embedding.py and layers/moe of SGLang."""
     kind, (parent, _, own) = type(module).__name__, path.rpartition(".")
+    if leaf in ("w13_weight", "w2_weight"):
+        yield from expert_pieces(path, module, leaf, t)
+        return
     if kind == "QKVParallelLinear":
         kv_rank = getattr(module, "kv_tp_rank", module.tp_rank)   # SGLang before 0.5.18 has the one rank only
         kv = kv_rank // module.num_kv_head_replicas   # neighbouring ranks may hold the same heads
@@ -193,3 +219,19 @@ def pieces(path, module, leaf, t):
     for name, index, size in shards:
         yield f"{parent}.{name}.{leaf}", t[start:start + size], index * size, 0
         start += size
+
+
+def expert_pieces(path, module, leaf, t):
+    """The same of a layer's experts [expert, rows, columns]: w13_weight has each one's gate above its up."""
+    method = module.quant_method
+    if type(method).__name__ != "UnquantizedFusedMoEMethod" or (method.use_triton_kernels or method.use_flashinfer_trtllm_moe
+                                                                or method.use_flashinfer_cutlass or method.w13_swiglu_interleaved):
+        raise NotImplementedError(f"no fingerprint for {path}.{leaf}: this backend reorders the experts; use "
+                                  "--sglang-moe-runner-backend triton")
+    first, rank = module._expert_storage_rank * module._num_local_routed, module.moe_tp_rank
+    for expert, matrix in enumerate(t[:module._num_local_routed], first):
+        if leaf == "w2_weight":
+            yield f"{path}.{expert}.down_proj.weight", matrix, 0, rank * matrix.shape[1]
+            continue
+        for name, half in zip(("gate_proj", "up_proj"), matrix.chunk(2)):
+            yield f"{path}.{expert}.{name}.weight", half, rank * len(half), 0

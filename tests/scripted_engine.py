@@ -2,9 +2,8 @@
 
 It speaks SGLang's verbs with SGLang's answers, and really takes part in the weight broadcast. Each token, with its
 log-prob, is a pure function of (fingerprint of the weights, all tokens before it, sampling_seed), so a continued
-request gives what an uninterrupted one gives. Where SGLang dies, it dies: an update with flush_cache=true while
-requests run, an unknown group, a token beyond the vocabulary. A cached prefix that was not flushed spoils what is
-generated after an update.
+request gives what an uninterrupted one gives. Where SGLang dies, it dies: an unknown group, a token beyond the vocabulary.
+A cached prefix that was not flushed spoils what is generated after an update.
 
     python tests/scripted_engine.py --port 0 --lengths 90:1,10:10 --unit-seconds 0.05     first line: PORT <n>
     POST /script {...}   orders, see `Engine.script`          GET /script   counters
@@ -126,8 +125,6 @@ class Engine:
         self.version, self.released = "default", False
         self.running, self.queue = set(), collections.deque()
         self.cache = {}         # prefix -> weights that its keys and values were computed with
-        self.unpaused = asyncio.Event()
-        self.unpaused.set()
         self.counters = collections.Counter()
         self.verbs = collections.deque(maxlen=1000)
         self.stuck = 0          # updates that hang
@@ -155,7 +152,6 @@ class Engine:
         refusal = self.refusal(body)
         if refusal:
             return web.json_response({"error": {"message": refusal}}, status=400)
-        await self.unpaused.wait()
         request = Request(body, self)
         self.queue.append(request)
         try:
@@ -185,8 +181,8 @@ class Engine:
         self.admit()
         while request.finish is None:
             request.wake.clear()
-            left = None   # queued or paused: until woken
-            if request in self.running and self.unpaused.is_set():
+            left = None   # queued: until woken
+            if request in self.running:
                 if request.budget == 0:
                     request.finish = {"type": "length", "length": 0}
                     break
@@ -257,7 +253,7 @@ class Engine:
 
     def abort_requests(self, chosen):
         for request in [r for r in [*self.running, *self.queue] if chosen(r)]:
-            if request in self.running and self.unpaused.is_set():
+            if request in self.running:
                 self.advance(request)
             if request.finish is None:
                 self.counters["aborts"] += 1
@@ -265,24 +261,6 @@ class Engine:
                 if request.started is None:
                     request.finish = {"type": "abort", "message": "Abort in waiting queue"}
             request.wake.set()
-
-    async def pause(self, http):
-        mode = (await http.json()).get("mode", "abort")
-        if mode == "abort":
-            self.abort_requests(lambda r: True)
-            while self.running or self.queue:
-                await asyncio.sleep(0.001)
-        for request in self.running:
-            self.advance(request)
-        self.unpaused.clear()
-        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
-
-    async def resume(self, http):
-        for request in self.running:   # the clock goes on from the tokens that are there
-            request.started = time.monotonic() - len(request.tokens) * self.token_seconds
-            request.wake.set()
-        self.unpaused.set()
-        return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush(self, http):
         while self.stuck:
@@ -331,11 +309,9 @@ class Engine:
         if b.get("weight_version") is not None and self.stale is not True:
             self.version = b["weight_version"]
         self.counters["updates"] += 1
-        if b.get("flush_cache", True):
-            if self.running or self.queue:
-                die("AssertionError: Cache flush failed after updating weights")
-            await self.flush(http)
-        return web.json_response({"success": True, "message": "Succeeded to update parameter online."})
+        if flushed := b.get("flush_cache", True) and not (self.running or self.queue):
+            self.cache.clear()
+        return web.json_response({"success": True, "message": "weights received" + ", cache flushed" * flushed})
 
     async def set_version(self, http):
         version = (await http.json())["new_version"]
@@ -431,7 +407,7 @@ class Engine:
 
     async def report(self, http):
         counters = {"requests": 0, "aborts": 0, "refused": 0, "tokens": 0, "updates": 0, "peak_in_flight": 0}
-        state = {"in_flight": len(self.running), "queued": len(self.queue), "paused": not self.unpaused.is_set(),
+        state = {"in_flight": len(self.running), "queued": len(self.queue),
                  "version": self.version, "weights": f"{self.weights:016x}", "pid": os.getpid(),
                  "verbs": list(self.verbs)}
         return web.json_response({**counters, **self.counters, **state})
@@ -517,7 +493,6 @@ def make_app(options):
     app = web.Application(middlewares=[errors], client_max_size=1 << 30)
     e = app["engine"] = Engine(options)
     posts = {"generate": e.generate, "abort_request": e.abort, "flush_cache": e.flush, "script": e.script,
-             "pause_generation": e.pause, "continue_generation": e.resume,
              "init_weights_update_group": e.init_group, "destroy_weights_update_group": e.destroy_group,
              "update_weights_from_distributed": e.update, "update_weight_version": e.set_version,
              "weights_checker": e.checksums,
@@ -531,7 +506,7 @@ def make_app(options):
 async def serve(options):
     runner = web.AppRunner(make_app(options), handler_cancellation=True, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", options.port, backlog=2048)
+    site = web.TCPSite(runner, options.host, options.port, backlog=2048)
     await site.start()
     print("PORT", site._server.sockets[0].getsockname()[1], flush=True)
     parent = os.getppid()
@@ -542,6 +517,7 @@ async def serve(options):
 def parse(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--port", type=int, default=0, help="0: any free one")
+    p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--lengths", default="16", help="N | share:units,share:units | eos:MEAN; the stop token is counted")
     p.add_argument("--unit-tokens", type=int, default=1, help="tokens of a unit")
     p.add_argument("--unit-seconds", type=float, default=0.0, help="seconds that a unit takes")

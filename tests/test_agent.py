@@ -518,7 +518,7 @@ def test_the_calculator_with_a_real_engine(tmp_path):
 
 
 async def three_batches(manager):
-    await manager.publish(0, None)
+    await manager.publish(0, [], [])
     samples = []
     for step in range(3):
         groups, _ = await manager.next_groups(step)

@@ -101,7 +101,7 @@ class Source:
         asked = THREADS.submit(self.client.update_from_distributed, [(name, t.dtype, t.shape) for name, t in tensors], self.name, 1)
         for _, t in tensors:
             dist.broadcast(t.contiguous().view(torch.uint8), group=self.group, group_src=0)
-        asked.result(60)
+        return asked.result(60)
 
     def close(self):
         self.client.destroy_group(self.name)
@@ -109,14 +109,10 @@ class Source:
 
 
 def sync(client, source, model, version):
-    """A weight sync in the order that the trainer keeps: pause, flush, buckets, version, continue."""
-    client.pause()
-    client.flush_cache()
+    """A weight sync in two requests; each forgets the cached prefixes."""
     tensors = named(model)
-    source.send(tensors[:5])
-    source.send(tensors[5:])
+    assert source.send(tensors[:5]) and source.send(tensors[5:])
     client.set_version(version)
-    client.resume()
 
 
 def script(url, **orders):
@@ -149,7 +145,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(models, tmp_path_factory):
-    """A real server with the weights "old". Tests leave it with these weights and not paused."""
+    """A real server with the weights "old". Tests leave it with these weights."""
     server = engine.Server(0, make_args(models[0] / "old", tmp_path_factory.mktemp("run")))
     server.start()
     yield server
@@ -195,24 +191,24 @@ def test_an_abort_returns_what_was_generated_with_its_logprobs(server, models):
 
 @pytest.mark.contract
 def test_after_a_sync_the_answers_are_the_new_weights(server, models):
-    """Also requests that began before it or came during the pause; and the fingerprints see one changed element."""
+    """Also of a request that came in the middle, and what was cached before is forgotten; the fingerprints see one changed
+    element."""
     _, old, new = models
     client, ids = server.client, prompts(1)[0]
     client.set_version(0)
     check_fingerprints(expected(old), client.checksums(), client.url)
     answer(client.url, ids, 8)          # leaves keys and values of the old weights in the cache
     source = Source(client, "test")
-    running = THREADS.submit(answer, client.url, ids, 1500, ignore_eos=True)
-    time.sleep(0.5)
-    client.pause()
-    assert running.result(20)["meta_info"]["finish_reason"]["type"] == "abort"
-    waiting = THREADS.submit(answer, client.url, ids, 12)
-    client.flush_cache()
-    source.send(named(new)[:5])
-    source.send(named(new)[5:])
-    assert not waiting.done()
-    client.set_version(1)
-    client.resume()
+    assert answer(client.url, ids, 8)["meta_info"]["cached_tokens"] == len(ids) - 1
+    tensors = named(new)
+    asked = THREADS.submit(client.update_from_distributed, [(name, t.dtype, t.shape) for name, t in tensors], source.name, 1, 1)
+    for i, (_, t) in enumerate(tensors):
+        if i == 5:                      # half of the weights are there: no token of such a mixture comes out
+            waiting = THREADS.submit(answer, client.url, ids, 12)
+            time.sleep(0.5)
+            assert not waiting.done()
+        dist.broadcast(t.contiguous().view(torch.uint8), group=source.group, group_src=0)
+    assert asked.result(60) is True
     for found in (waiting.result(20), answer(client.url, ids, 24)):
         assert found["meta_info"]["weight_version"] == "1"
         assert logprob_error(new, ids, found) < 1e-4
@@ -311,7 +307,7 @@ def test_the_scripted_engine_answers_in_the_real_ones_shape(server, scripted):
         queued, = [one for one in aborted.values() if not one["output_ids"]]   # a fifth with room for four
         running = next(one for one in aborted.values() if one["output_ids"])
         assert set(aborted) == {f"named {i}" for i in range(5)}
-        client.health(), client.health_generate(), client.pause("in_place"), client.resume()
+        client.health(), client.health_generate(), client.flush_cache()
         both.append((stop, length, running, queued, client.info(), client.checksums()))
     for real, stand_in in zip(both[0][:4], both[1][:4]):
         assert real.keys() == stand_in.keys()
@@ -346,14 +342,10 @@ def test_lengths_time_slots_and_aborts(scripted):
     script(url, lengths="40", slots=2)      # 200 tokens at 100 a second; two at a time
     waiting = [THREADS.submit(answer, url, [5, 6], 400, sampling_seed=seed) for seed in range(4)]
     time.sleep(0.5)
-    EngineClient(url).pause()
+    EngineClient(url).abort_all()
     tokens = sorted(len(one.result(5)["output_ids"]) for one in waiting)
     assert tokens[:2] == [0, 0] and all(0 < n < 200 for n in tokens[2:])
-    later = THREADS.submit(answer, url, [5, 6], 3)
-    time.sleep(0.2)
-    assert not later.done() and counters(url)["aborts"] == 4
-    EngineClient(url).resume()
-    later.result(5)
+    assert counters(url)["aborts"] == 4
     with pytest.raises(EngineError, match="flush_cache: HTTP 400"):
         waiting = THREADS.submit(answer, url, [5, 6], 50)
         time.sleep(0.2)
@@ -371,7 +363,12 @@ def test_the_scripted_engine_takes_weights_and_shows_a_missing_flush(scripted, m
     after = answer(url, [5, 6, 7], 60)["output_ids"]
     assert before != after and answer(url, [5, 6, 7], 60)["meta_info"]["weight_version"] == "1"
     check_fingerprints(expected(new), client.checksums(), url)
-    source.send(named(old))             # no flush: the cache still holds what the new weights computed
+    script(url, lengths=60, unit_seconds=0.02)
+    running = THREADS.submit(answer, url, [5, 6, 7, 8], 60, sampling_seed=3)
+    until(lambda: counters(url)["in_flight"] > 0, 5, "a request")
+    assert not source.send(named(old))  # no flush: the cache still holds what the new weights computed
+    running.result(20)
+    script(url, lengths=20, unit_seconds=0.05)
     client.set_version(2)
     spoilt = answer(url, [5, 6, 7], 60)["output_ids"]
     client.flush_cache()
@@ -384,9 +381,8 @@ def test_the_scripted_engine_takes_weights_and_shows_a_missing_flush(scripted, m
     with pytest.raises(RuntimeError, match="1 of 24 .*model.norm.weight: values differ"):
         check_fingerprints(expected(old), client.checksums(), url)
     source.close()
-    assert counters(url)["verbs"][1:7] == [
-        "pause_generation", "flush_cache", "update_weights_from_distributed", "update_weights_from_distributed",
-        "update_weight_version", "continue_generation"]
+    assert counters(url)["verbs"][1:4] == ["update_weights_from_distributed", "update_weights_from_distributed",
+                                           "update_weight_version"]
 
 
 @pytest.mark.parametrize("kind", scripted_engine.ANSWERS)
@@ -411,9 +407,9 @@ def test_refusals_hangs_and_deaths_on_order(scripted):
     url = scripted(lengths=50, unit_seconds=0.01)
     script(url, refuse=2, status=503)
     assert [generate(url, [5], 3).status_code for _ in range(3)] == [503, 503, 200]
-    script(url, refuse=1, verb="pause_generation")
-    with pytest.raises(EngineError, match=f"engine {url}: pause_generation: HTTP 500"):
-        EngineClient(url).pause()
+    script(url, refuse=1, verb="update_weight_version")
+    with pytest.raises(EngineError, match=f"engine {url}: update_weight_version: HTTP 500"):
+        EngineClient(url).set_version(1)
     script(url, hang=1, verb="flush_cache")
     with pytest.raises(EngineError, match=f"engine {url}: flush_cache: no answer within 0.3 s"):
         EngineClient(url, timeout=0.3).flush_cache()

@@ -82,7 +82,7 @@ def make_manager(model, tmp_path, url, orders, **flags):
 
 def run(manager, scene):
     async def both():
-        await manager.publish(0, None)
+        await manager.publish(0, [], [])
         try:
             return await scene()
         finally:
@@ -121,18 +121,18 @@ def test_sets_have_sampling_of_their_own(model, tmp_path, engine):
 
 
 def test_a_sync_waits_for_the_evaluation_of_the_version_before(model, tmp_path, engine):
-    """Half a second of evaluation, a sync asked for at once: it pauses the engines only behind the last answer, all of which are
+    """Half a second of evaluation, a sync asked for at once: it touches the engines only behind the last answer, all of which are
     whole and of version 0."""
     manager = make_manager(model, tmp_path, engine, {"unit_seconds": 0.05, "unit_tokens": 1})
 
     async def scene():
         started, evaluation = time.time(), asyncio.ensure_future(manager.evaluate())
         await asyncio.sleep(0)
-        await manager.pause()
+        await manager.rest(1)
         paused = time.time() - started
         assert evaluation.done()
-        await manager.publish(1, None)
-        await manager.resume()
+        await manager.update(1, [])
+        await manager.publish(1, [], [])
         return paused, await evaluation, await manager.evaluate()
 
     paused, first, second = run(manager, scene)

@@ -42,7 +42,7 @@ def test_every_answer_has_the_length_that_it_is_given(tmp_path, monkeypatch):
         async def batch():
             manager = bench_async_gpu.placement.RolloutManager(args)
             manager.connect([servers[0][1]])
-            await manager.publish(0, None)
+            await manager.publish(0, [], [])
             await manager.generate(0)
             await manager.session.close()
         asyncio.run(batch())

@@ -26,15 +26,19 @@ from fingerprint import check_fingerprints, fingerprint
 
 STEPS, TEMPERATURE, ENTROPY = 5, 0.7, 0.05
 ARGS = Namespace(
-    tensor_model_parallel_size=1, pipeline_model_parallel_size=1, sequence_parallel=False, bf16=False,
+    tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False, bf16=False,
     recompute_granularity=None, lr=1e-3, min_lr=0.0, lr_decay_style="constant", lr_warmup_iters=0, lr_decay_iters=None,
     weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-6, clip_grad=1.0, use_distributed_optimizer=False)
 SCALED_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 MODELS = {  # name: (architecture, config)
     "llama": ("Llama", {}), "llama3": ("Llama", {"rope_parameters": SCALED_ROPE}),
     "qwen2": ("Qwen2", {}), "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, **EXPERTS}),
+    "qwen3_moe-raw": ("Qwen3Moe", {"head_dim": 16, **EXPERTS, "norm_topk_prob": False, "num_experts_per_tok": 3}),
 }
 
 
@@ -58,6 +62,23 @@ def samples(count=8):
     draw = lambda low, high: torch.randint(low, high, (), generator=g).item()
     lengths = [(draw(2, 8), draw(1, 20)) for _ in range(count)]
     return [(torch.randint(0, 131, (p + r,), generator=g).tolist(), r, torch.randn(r, generator=g)) for p, r in lengths]
+
+
+def per_expert(tensors):
+    """transformers keeps the experts of a layer in two tensors; names and tensors as in its files."""
+    out = {}
+    for name, t in tensors:
+        if name.endswith("experts.gate_up_proj"):
+            halves = t.chunk(2, dim=1)
+        elif name.endswith("experts.down_proj"):
+            halves = [t]
+        else:
+            out[name] = t
+            continue
+        stem, _, projections = name.removesuffix("_proj").rpartition(".")
+        for projection, half in zip(projections.split("_"), halves):
+            out |= {f"{stem}.{e}.{projection}_proj.weight": one for e, one in enumerate(half)}
+    return out
 
 
 def hf_scores(model, data, temperature):
@@ -93,12 +114,12 @@ def reference(name):
         loss = sum(objective(l, e, a) for (_, l, e), (_, _, a) in zip(hf_scores(model, data, TEMPERATURE), data))
         loss = loss / sum(n for _, n, _ in data)
         loss.backward()
-        grads = grads or {n: p.grad.clone() for n, p in model.named_parameters()}
+        grads = grads or per_expert((n, p.grad.clone()) for n, p in model.named_parameters())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), ARGS.clip_grad).item())
         adam.step()
         curve.append(loss.item())
     return {"initial": initial, "scores": scores, "grads": grads, "curve": curve, "norms": norms,
-            "final": {n: p.detach() for n, p in model.named_parameters()}}
+            "final": per_expert((n, p.detach()) for n, p in model.named_parameters())}
 
 
 # ---- what runs in the processes -------------------------------------------------------------------------------------
@@ -107,7 +128,7 @@ def setup_parallel(args):
     from megatron.core import tensor_parallel
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
-                                  create_gloo_process_groups=False)
+                                  expert_model_parallel_size=args.expert_model_parallel_size, create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     return mpu
 
@@ -180,7 +201,7 @@ def equivalence(folder, ref, args):
     import model as M
     mpu = setup_parallel(args)
     hf, model = build(folder, args)
-    want = {n: p.detach() for n, p in ref["initial"].named_parameters()}
+    want = per_expert((n, p.detach()) for n, p in ref["initial"].named_parameters())
     back = gathered(model, hf)
     result = {"roundtrip": 0 if equal(back, want) else 1}
 
@@ -362,20 +383,23 @@ def half(folder, ref, args):
     return result
 
 
-def case(kind, name, world, tp=1, pp=1, sp=False, **over):
+def case(kind, name, world, tp=1, pp=1, ep=1, sp=False, **over):
     args = Namespace(**{**vars(ARGS), "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
-                        "sequence_parallel": sp, **over})
+                        "expert_model_parallel_size": ep, "sequence_parallel": sp, **over})
     dp = world // tp // pp
-    label = "-".join([kind.__name__, name] + [f"{k}{v}" for k, v in (("tp", tp), ("pp", pp), ("dp", dp)) if v > 1]
+    label = "-".join([kind.__name__, name] + [f"{k}{v}" for k, v in (("tp", tp), ("pp", pp), ("dp", dp), ("ep", ep)) if v > 1]
                      + ["sp"] * sp + sorted(k for k, v in over.items() if v and k != "lr_decay_iters"))
     return label, kind, name, world, args
 
 
-DISTRIBUTED = {"use_distributed_optimizer": True}
+
 COSINE = {"lr_decay_style": "cosine", "lr_decay_iters": 6, "lr_warmup_iters": 1}
 CASES = [
     *(case(equivalence, name, 1) for name in MODELS),
     case(equivalence, "qwen3", 1, recompute_granularity="full"),
+    case(packing, "qwen3_moe", 1), case(half, "qwen3_moe", 1, bf16=True), case(export, "qwen3_moe", 1),
+    case(equivalence, "qwen3_moe", 2), case(equivalence, "qwen3_moe", 2, ep=2), case(equivalence, "qwen3_moe", 2, pp=2),
+    case(equivalence, "qwen3_moe", 2, tp=2, sp=True), case(equivalence, "qwen3_moe", 2, ep=2, **DISTRIBUTED),
     case(packing, "qwen3", 1), case(chunks, "qwen3", 1), case(still, "qwen2", 1, lr=0.0),
     case(half, "qwen2-tied", 1, bf16=True), case(export, "qwen2", 1),
     *(case(equivalence, name, 2, **shape) for name in ("llama", "qwen2", "qwen2-tied", "qwen3")
@@ -508,14 +532,15 @@ def test_bf16_is_near_fp32(outcome, label):
     assert outcome(label)["logp"] < 0.1
 
 
-@pytest.mark.parametrize("label, name, shape", list(zip(labels(export), ("qwen2", "qwen2-tied"), ("1-1", "2-2"))))
-def test_export_loads_in_transformers(outcome, folder, label, name, shape):
+@pytest.mark.parametrize("label", labels(export))
+def test_export_loads_in_transformers(outcome, folder, label):
     import transformers
     outcome(label)
-    out = os.path.join(folder, f"{name}-export-{shape}")
+    _, _, name, _, args = next(c for c in CASES if c[0] == label)
+    out = os.path.join(folder, f"{name}-export-{args.tensor_model_parallel_size}-{args.pipeline_model_parallel_size}")
     want = torch.load(os.path.join(out, "want.pt"))
     model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    got = dict(model.named_parameters())
+    got = per_expert(model.named_parameters())
     assert equal(got, want)
     assert not torch.equal(got["model.norm.weight"], reference(name)["initial"].model.norm.weight), "no update in it"
     assert len([f for f in os.listdir(out) if f.endswith(".safetensors")]) > 1
@@ -525,8 +550,10 @@ def test_export_loads_in_transformers(outcome, folder, label, name, shape):
 # ---- configuration --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("config, message", [
     (None, "no config.json"),
-    ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama, qwen2, qwen3"),
-    ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not supported; supported: llama, qwen2, qwen3"),
+    ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"),
+    ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2 .* every layer must have experts"),
+    ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, r"mlp_only_layers \[3\]"),
+    ({"model_type": "qwen3_moe", "num_experts_per_tok": 1}, "num_experts_per_tok 1 of num_experts 128"),
     ({"model_type": "llama", "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
     ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
     ({"model_type": "qwen2", "hidden_act": "gelu"}, "gelu"),

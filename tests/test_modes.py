@@ -36,19 +36,15 @@ def test_mode_a_is_on_policy_on_every_token(model, engine, tmp_path):
 
 @pytest.mark.contract
 def test_colocated_memory_changes_hands_in_order(model, engine, tmp_path):
-    """train_sync.py --colocate: generate, pause, flush, release, (train), weights back, buckets, version, cache back, continue."""
+    """train_sync.py --colocate: generate, flush, release, (train), weights back, buckets, cache back."""
     light.succeed("train_sync.py", harness.flags(model, tmp_path, "c", [engine], num_rollout=3, colocate=True, partial_rollout=True,
                                                  over_sampling_batch_size=8, rollout_max_response_len=24))
     said = requests.get(f"{engine}/script", timeout=10).json()["verbs"]
     verbs = [verb for verb in said if verb not in ("generate", "abort_request", "health", "script", "weights_checker")]
-    flushed = verbs.index("flush_cache")               # of the first sync: beside the weights
-    assert verbs.index("pause_generation") < flushed < verbs.index("continue_generation")
-    del verbs[flushed]
-    sync = ["update_weights_from_distributed"]         # which names the version, too
-    lend = ["pause_generation", "flush_cache", "release_memory_occupation"]
-    back = ["resume_memory_occupation", *sync, "resume_memory_occupation", "continue_generation"]
-    assert verbs == ["init_weights_update_group", "pause_generation", *sync, "continue_generation",
-                     *lend, *back, *lend, *back, *lend, "destroy_weights_update_group"]
+    sync = ["update_weights_from_distributed"]         # which flushes and names the version, too
+    lend = ["flush_cache", "release_memory_occupation"]
+    back = ["resume_memory_occupation", *sync, "resume_memory_occupation"]
+    assert verbs == ["init_weights_update_group", *sync, *lend, *back, *lend, *back, *lend, "destroy_weights_update_group"]
     assert [row["step"] for row in harness.metrics(tmp_path, "c")] == [0, 1, 2]
 
 

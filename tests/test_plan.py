@@ -32,7 +32,14 @@ def test_published_counts():
     """Of the checkpoints' own index files."""
     assert plan.parameters(plan.known_config("Qwen/Qwen3-8B")) == 8_190_735_360
     assert plan.parameters(plan.known_config("Qwen/Qwen2.5-Math-7B-Instruct/")) == 7_615_616_512
-    assert plan.known_config("Qwen/Qwen3-235B-A22B") is None
+    assert plan.known_config("Qwen/Qwen4-1B") is None
+
+
+@pytest.mark.parametrize("name, total, active", [("Qwen3-30B-A3B", 30.5e9, 3.3e9), ("Qwen3-235B-A22B", 235e9, 22e9)])
+def test_experts_count_as_the_model_cards_say(name, total, active):
+    config = plan.known_config(name)
+    assert plan.parameters(config) == pytest.approx(total, rel=0.01)
+    assert plan.parameters(config, of_a_token=True) == pytest.approx(active, rel=0.02)
 
 
 # torch.cuda.max_memory_allocated of a training rank, GB; docs/gpu/results.md
@@ -61,11 +68,83 @@ def test_memory_by_hand():
     assert memory["optimizer"] == pytest.approx(6 * count / 1e9)
 
 
+def test_memory_of_experts_by_hand():
+    """30B-A3B on TP 2 x DP 8 with experts over 4: an expert's states are split over the two ranks that have it, others over 8."""
+    args = parse("qwen3-30b-a3b", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "8", "--tensor-model-parallel-size", "2",
+                 "--sequence-parallel", "--expert-model-parallel-size", "4", "--use-distributed-optimizer")
+    dense = 48 * ((2048 * (4096 + 2 * 512) + 4096 * 2048) / 2 + 2 * 2048 + 2 * 128 + 2048 * 128) + 2 * 2048 * 151936 / 2
+    experts = 48 * 128 * 3 * 2048 * 768 / (2 * 4)
+    memory = plan.trainer_memory(args, plan.known_config("qwen3-30b-a3b"))
+    assert memory["weights"] == pytest.approx(2 * (dense + experts) / 1e9)
+    assert memory["optimizer"] == pytest.approx(12 * (dense / 8 + experts / 2) / 1e9)
+
+
+BIG = ["--bf16", "--dry-run", "--use-dynamic-batch-size", "--rollout-batch-size", "128", "--rollout-num-gpus-per-engine", "8",
+       "--rollout-num-gpus", "32", "--actor-num-gpus-per-node", "8"]
+
+
+def shaped(name, *words):
+    return parse_args(["--hf-checkpoint-shape", name, *BIG, *words], "train_async.py")
+
+
+@pytest.mark.parametrize("nodes, name", [(2, "qwen3-8b"), (4, "qwen3-32b"), (4, "qwen3-30b-a3b"), (8, "qwen3-235b-a22b"),
+                                         (124, "qwen3-235b-a22b")])
+def test_the_layout_that_is_proposed_is_one_that_the_model_takes(nodes, name):
+    """94 layers divide by 1, 2, 47 and 94; args and memory agree with what is proposed."""
+    batch = ["--actor-num-nodes", str(nodes), "--rollout-batch-size", str(nodes * 8)]
+    args = shaped(name, *batch)
+    flags = plan.cheapest(args, plan.known_config(name))
+    text, fits = plan.describe(shaped(name, *batch, *flags.split()))
+    assert fits, (flags, text)
+    assert max(map(len, text.splitlines())) <= 100
+    layers, pp = plan.known_config(name)["num_hidden_layers"], shaped(name, *batch, *flags.split()).pipeline_model_parallel_size
+    assert layers % pp == 0
+
+
+def test_too_few_ranks_are_told_how_many_do():
+    text, fits = plan.describe(shaped("qwen3-235b-a22b", "--rollout-num-gpus-per-engine", "2"))
+    assert not fits and "--rollout-num-gpus-per-engine 4 does" in " ".join(text.split())      # 470 GB / 4 = 118 of 0.85 x 141
+    words = " ".join(text.split()).partition("one that does: ")[2].partition(" the engine")[0].split()
+    assert int(words[1]) > 1
+    assert plan.describe(shaped("qwen3-235b-a22b", *words))[1]
+    text, _ = plan.describe(shaped("qwen3-8b", "--max-tokens-per-gpu", "10000000"))
+    assert text.split()[-3:] == ["a", "lower", "--max-tokens-per-gpu"]
+
+
+def test_a_shape_and_rates_belong_to_a_dry_run(capsys):
+    for words, said in ((["--hf-checkpoint-shape", "qwen3-8b"], "--hf-checkpoint-shape needs --dry-run"),
+                        (["--hf-checkpoint-shape", "qwen9"], "invalid choice: 'qwen9'"), (["--dry-run"], "--hf-checkpoint is missing"),
+                        (["--hf-checkpoint-shape", "qwen3-8b", "--dry-run", "--dry-run-rates", '{"speed": 1}'], "there is no speed, but"),
+                        (["--hf-checkpoint-shape", "qwen3-8b", "--dry-run", "--dry-run-rates", '{"decode_ms": 0}'], "must be above 0")):
+        with pytest.raises(SystemExit):
+            parse_args(words, "train_async.py")
+        assert said in capsys.readouterr().err
+
+
+def test_times_by_hand():
+    """Equal lengths, so that a step can be computed: 2 nodes of trainers, 4 engines of TP 8, 1,024 samples of 1,000 tokens."""
+    rates = '{"lengths": "1:1000", "train_tflops": 100, "read_tb_s": 1, "decode_ms": 10, "network_gb_s": 10, "sync_ms": 1000}'
+    args = shaped("qwen3-8b", "--actor-num-nodes", "2", "--use-distributed-optimizer", "--max-tokens-per-gpu", "4096",
+                  "--dry-run-rates", rates)
+    config, n = plan.known_config("qwen3-8b"), 8_190_735_360
+    rates = plan.read_rates(args.dry_run_rates)
+    sync = plan.sync_seconds(2 * n, rates, nodes=6)
+    assert sync == pytest.approx(1 + 2 * n / 10e9)
+    steps, (slots, rate, mean) = plan.step_times(args, config, rates, sync)
+    read = 2 * n / 8 + 256 * (512 + 500) * (2 * 36 * 128 * 2)           # one of 8 key-value heads on each GPU
+    assert slots == 256 and mean == 1000 and rate == pytest.approx(1 / (max(read / 1e12, 256 * 2 * n / 8 / 1e14) + 0.01))
+    train = 1024 * (1000 + 512) * 6 * n / (16 * 1e14)
+    generate = 1000 / rate
+    assert [round(seconds, 3) for _, seconds, _, _ in steps[:2]] == [
+        round(generate + train + sync, 3), round(max(generate, train) + sync, 3)]
+    assert "network_gb_s 10 (given)" in " ".join(plan.describe(args)[0].split())
+
+
 def test_what_does_not_fit_is_refused_with_a_layout_that_does(tmp_path):
     args = parse("qwen3-32b", "--actor-num-gpus-per-node", "8", "--rollout-num-gpus-per-engine", "2", "--rollout-max-response-len", "2048")
     text, fits = plan.describe(args)
     assert not fits and "32,762,123,264 parameters" in text
-    flags = text.rpartition("that does: ")[2].split()
+    flags = text.rpartition("layout that does: ")[2].split()
     text, fits = plan.describe(parse("qwen3-32b", "--actor-num-gpus-per-node", "8", "--rollout-num-gpus-per-engine", "2",
                                      "--rollout-max-response-len", "2048", *flags))
     assert fits, text
@@ -81,6 +160,13 @@ def test_a_shared_gpu_has_room_for_the_cache_behind_the_trainer(tmp_path):
     memory = plan.trainer_memory(args, config)
     beside = 16.38 + 32.76 + 49.14 + memory["buckets of the sync"]      # weights, gradients, half of the optimizer's states
     assert plan.engine_memory(args, config)[1] == pytest.approx(0.85 * (141 - beside) - 16.38, abs=0.1)
+
+
+def test_a_shared_engine_lies_on_one_node(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--hf-checkpoint", "qwen3-8b", *WORDS, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "6", "--colocate", "--rollout-batch-size", "24",
+                    "--rollout-num-gpus-per-engine", "4"], "train_sync.py")
+    assert "--actor-num-gpus-per-node 6 does not divide by --rollout-num-gpus-per-engine 4" in capsys.readouterr().err
 
 
 def test_bf16_is_planned_where_there_is_no_gpu(monkeypatch):

@@ -39,7 +39,7 @@ def make(model, servers, tmp_path):
         args = parse_args(harness.flags(model, tmp_path, f"run{len(list(tmp_path.iterdir()))}", servers[:engines], **flags))
         manager = RolloutManager(args)
         manager.connect(servers[:engines])
-        asyncio.run(manager.publish(0, None))
+        asyncio.run(manager.publish(0, [], []))
         return manager
     return make
 
@@ -247,7 +247,7 @@ def test_a_dead_engine_ends_the_run_with_its_name(make, model, tmp_path):
     process, url = engine = scripted_engine.start(1, vocab_size=250)[0]
     manager = make({})
     manager.connect([url])
-    asyncio.run(manager.publish(0, None))
+    asyncio.run(manager.publish(0, [], []))
     process.kill()
     process.wait(10)
     before = time.time()
@@ -270,7 +270,7 @@ def test_a_malformed_answer_is_refused_at_ingest_and_names_the_sample(kind, text
 def test_an_engine_that_stays_a_version_behind_is_named(make, servers):
     manager = make({"answers": "old_version"})
     with pytest.raises(NoEngineLeft, match=f"{servers[0]} generated with version .* but 1 was published"):
-        asyncio.run(manager.publish(1, None))
+        asyncio.run(manager.publish(1, [], []))
         run(manager.next_groups(0), manager)
 
 

@@ -238,7 +238,8 @@ def work(rank, cases, model, out, master):
         worker = TrainWorker(args, rank, master(name, policy_old))
         metrics = [worker.train(0, make_batch(0))]
         if args.update_weights_interval == 1:
-            worker.send_weights(1)                               # to no engine: a version all the same
+            worker.send_weights([None])                           # to no engine: a version all the same
+        os.makedirs(os.path.join(out, f"saved-{name}-{policy_old}"), exist_ok=True)
         worker.save(os.path.join(out, f"saved-{name}-{policy_old}"))
         metrics.append(worker.train(1, make_batch(1)))
         worker.export(os.path.join(out, f"{name}-{policy_old}"))
