@@ -606,7 +606,8 @@ def check_model(args):
         if config.get(name, 0) % size:
             raise ValueError(f"the model's {name} = {config[name]} does not divide by the parallel size {size}")
     if args.expert_model_parallel_size > 1 and not moe:
-        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size}: {config.get('model_type')} has no experts")
+        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size}: {config.get('model_type')} has no "
+                         "experts")
     if moe and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         raise ValueError(f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with experts needs --sequence-parallel")
 
@@ -624,8 +625,12 @@ def read_config(path, flag, by_name=False):
     if config.get("model_type") not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
         raise ValueError(f"{flag} {path}: architecture {config.get('model_type')!r} is not supported; llama, qwen2, "
                          f"qwen3, qwen3_moe are")
-    if config.get("model_type") == "qwen3_moe" and (config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers")):
-        raise ValueError(f"{flag} {path}: decoder_sparse_step and mlp_only_layers are not supported: every layer must have experts")
+    if config["model_type"] == "qwen3_moe":
+        if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+            raise ValueError(f"{flag} {path}: decoder_sparse_step and mlp_only_layers are not supported: every layer must have "
+                             "experts")
+        if config.get("tie_word_embeddings"):     # it would answer with noise
+            raise ValueError(f"{flag} {path}: tie_word_embeddings with experts is not supported: SGLang would leave the head empty")
     return config
 
 
