@@ -762,6 +762,9 @@ def check_gpus(args):
     if max(t, args.rollout_num_gpus_per_engine) > p:
         raise ValueError(f"--actor-num-gpus-per-node {t} and --rollout-num-gpus-per-engine "
                          f"{args.rollout_num_gpus_per_engine} must fit a node: --num-gpus-per-node {p}")
+    if args.colocate and t % args.rollout_num_gpus_per_engine:
+        raise ValueError(f"--colocate: --actor-num-gpus-per-node {t} does not divide by --rollout-num-gpus-per-engine "
+                         f"{args.rollout_num_gpus_per_engine}: an engine's GPUs are those of one node")
 
 
 def nodes_needed(args):

@@ -545,9 +545,15 @@ class Stream:
         """Whether the batch of `step` can be taken."""
         if self.gate.max_lag is not None and self.policy == "drop":
             self.dropped_by_lag += self.buffer.drop_older(step - self.gate.max_lag, "lag")
-        if self.gate.max_lag is not None and self.policy == "wait" and self.too_many(step, self.running):
+        if self.gate.max_lag is not None and self.policy == "wait" and self.too_many(step, self.under_way):
             return False                           # not all of what runs could be trained in time
         return self.buffer.finished_count >= self.gate.required
+
+    @property
+    def under_way(self):
+        """Oldest version -> groups that run, or were interrupted and wait for an engine, as all do when the last one is lost."""
+        begun = (group.oldest_version for _, group in self.buffer.unfinished)
+        return self.running + Counter(version for version in begun if version is not None)
 
     def too_many(self, step, waiting):
         """How many of the groups in `waiting` (oldest version -> how many), each of which is due by the step version + max_lag,
@@ -572,7 +578,7 @@ class Stream:
         """How many of `groups`, the finished ones, oldest first, cannot wait for a later step."""
         if self.gate.max_lag is None or self.policy != "wait":
             return 0
-        return self.too_many(step, self.running + Counter(group.oldest_version or 0 for group in groups))
+        return self.too_many(step, self.under_way + Counter(group.oldest_version or 0 for group in groups))
 
     def sample(self, step, groups, k):
         """k distinct ones of `groups`, as the sampler says. ValueError for anything else that it says."""

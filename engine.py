@@ -204,7 +204,7 @@ def free_address():
 
 def look_around(args):
     """On a node that shall train: (host, a free port there, what it should see and does not)."""
-    wanted = os.path.join(args.run_dir, ".lock"), os.path.join(args.hf_checkpoint, "config.json")
+    wanted = args.run_dir, os.path.join(args.hf_checkpoint, "config.json")
     return *free_address(), [path for path in wanted if not os.path.exists(path)]
 
 

@@ -3,7 +3,8 @@
 # Code, model and runs lie on a disk that all nodes see, under the same path; python3 has requirements.txt on each of them.
 #   huggingface-cli download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B
 #   ray start --head --dashboard-host 0.0.0.0                                  on the first node (pip install "ray[default]")
-#   ray start --address HEAD:6379                                              on each other one
+#   ray start --address HEAD:6379                                              on each other one; Ray 2.60 asks all of them, and who
+#                                  submits, for one token: docs.ray.io/en/latest/ray-security/token-auth.html
 #   ray job submit --address http://HEAD:8265 --no-wait -- \
 #     env PYTHON=python3 bash "$PWD/scripts/run-qwen3-30B-A3B.sh"              `ray job logs`, `ray job stop` by the printed name
 #   bash scripts/run-qwen3-30B-A3B.sh --dry-run                                layout, memory and times, on any machine

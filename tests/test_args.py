@@ -122,7 +122,7 @@ def test_unknown_architecture(model, tmp_path, capsys):
     (tmp_path / "other").mkdir()
     write(tmp_path / "other" / "config.json", json.dumps({"model_type": "gpt_bigcode"}))
     message = refuse(capsys, harness.flags(model, tmp_path, "run", hf_checkpoint=str(tmp_path / "other")))
-    assert "architecture 'gpt_bigcode' is not supported; llama, qwen2, qwen3 are" in message
+    assert "architecture 'gpt_bigcode' is not supported; llama, qwen2, qwen3, qwen3_moe are" in message
 
 
 def test_a_run_is_not_overwritten(model, tmp_path, capsys):

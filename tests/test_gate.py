@@ -130,6 +130,26 @@ def test_a_step_waits_when_later_steps_could_not_train_all_that_runs_in_time():
     assert stream.ready(1) and [group.group_id for group in stream.take(1)] == [4, 5, 6, 7]
 
 
+def test_what_waits_for_an_engine_has_a_deadline_too():
+    """L = 1, one group a step. g0 is trained at step 0; g1, with a token of version 0, must be trained at step 1, but its engine is
+    lost and it lies in the buffer, while g2 of version 1 is finished: taken now, it would leave g1 to step 2."""
+    stream = Stream(Buffer(ROWS, 1, 0, Ledger(None), partial_rollout=True), Gate(1, 1.0, 1, max_lag=1))
+    g0, g1 = stream.draw()
+    finish(stream, g0, 0)
+    assert stream.take(0) == [g0]
+    stream.trained(0)
+    g1.samples[0].append([0], [0.0], 0)
+    stream.publish(1)
+    g2, = stream.draw()
+    finish(stream, g2, 1)
+    stream.buffer.put_back(g1)
+    stream.landed(g1)
+    assert not stream.ready(1)
+    assert stream.draw() == [g1]
+    finish(stream, g1, 1)
+    assert stream.ready(1) and stream.take(1) == [g1]
+
+
 def test_a_sampler_chooses_among_what_can_wait():
     """All 12 are finished: 4 of the 8 old ones cannot wait, so step 1 has no choice; in step 2 all old ones are due; then the
     sampler, which likes the youngest, chooses."""

@@ -124,13 +124,14 @@ def test_a_shape_and_rates_belong_to_a_dry_run(capsys):
 def test_times_by_hand():
     """Equal lengths, so that a step can be computed: 2 nodes of trainers, 4 engines of TP 8, 1,024 samples of 1,000 tokens."""
     rates = '{"lengths": "1:1000", "train_tflops": 100, "read_tb_s": 1, "decode_ms": 10, "network_gb_s": 10, "sync_ms": 1000}'
-    args = shaped("qwen3-8b", "--actor-num-nodes", "2", "--use-distributed-optimizer", "--dry-run-rates", rates)
+    args = shaped("qwen3-8b", "--actor-num-nodes", "2", "--use-distributed-optimizer", "--max-tokens-per-gpu", "4096",
+                  "--dry-run-rates", rates)
     config, n = plan.known_config("qwen3-8b"), 8_190_735_360
     rates = plan.read_rates(args.dry_run_rates)
     sync = plan.sync_seconds(2 * n, rates, nodes=6)
     assert sync == pytest.approx(1 + 2 * n / 10e9)
     steps, (slots, rate, mean) = plan.step_times(args, config, rates, sync)
-    read = 2 * n / 8 + 256 * 1512 / 2 * (2 * 36 * 128 * 2)              # one of 8 key-value heads on each GPU
+    read = 2 * n / 8 + 256 * (512 + 500) * (2 * 36 * 128 * 2)           # one of 8 key-value heads on each GPU
     assert slots == 256 and mean == 1000 and rate == pytest.approx(1 / (max(read / 1e12, 256 * 2 * n / 8 / 1e14) + 0.01))
     train = 1024 * (1000 + 512) * 6 * n / (16 * 1e14)
     generate = 1000 / rate
@@ -159,6 +160,13 @@ def test_a_shared_gpu_has_room_for_the_cache_behind_the_trainer(tmp_path):
     memory = plan.trainer_memory(args, config)
     beside = 16.38 + 32.76 + 49.14 + memory["buckets of the sync"]      # weights, gradients, half of the optimizer's states
     assert plan.engine_memory(args, config)[1] == pytest.approx(0.85 * (141 - beside) - 16.38, abs=0.1)
+
+
+def test_a_shared_engine_lies_on_one_node(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--hf-checkpoint", "qwen3-8b", *WORDS, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "6", "--colocate", "--rollout-batch-size", "24",
+                    "--rollout-num-gpus-per-engine", "4"], "train_sync.py")
+    assert "--actor-num-gpus-per-node 6 does not divide by --rollout-num-gpus-per-engine 4" in capsys.readouterr().err
 
 
 def test_bf16_is_planned_where_there_is_no_gpu(monkeypatch):

@@ -153,7 +153,7 @@ def main():
         placement.start_ray(args)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))    # so that `finally` is reached; Ray has put its own there
         try:
-            resident.start_servers(args, resident.hold_gpus(2, options.device), servers)
+            resident.start_servers(args, resident.hold_gpus(2, args), servers)
             for name in sorted(options.arms, key="sync".__ne__):
                 if name != "sync":
                     servers[0].stop()                              # its GPU is the trainer's alone from now on

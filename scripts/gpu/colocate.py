@@ -63,7 +63,7 @@ def measure(options, flags):
     placement.start_ray(args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))              # so that `finally` is reached; Ray has put its own there
     try:
-        gpus = resident.hold_gpus(1, options.device)
+        gpus = resident.hold_gpus(1, args)
         resident.start_servers(args, gpus, servers)
         for name, own in RUNS.items():
             args = smollm2.recipe(options, name, train_sync, [*own, *flags], 1)

@@ -35,12 +35,12 @@ class RandomWorker(TrainWorker):
         super().__init__(*arguments)
 
 
-def hold_gpus(count, device):
+def hold_gpus(count, args):
     """Reserves GPUs for as long as this process lives; training rank i of every run takes the i-th. Returns their ids."""
-    if device == "cpu":
+    options = placement.reserve(args, "GPU(s)", count, 1, 1)
+    placement.reserve = lambda args, what, bundles, size, actors: options[:bundles * actors]
+    if args.device == "cpu":
         return [None] * count
-    options = placement.reserve(count, 1, device)
-    placement.reserve = lambda wanted, gpus, device: options[:wanted]
     gpu = ray.remote(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
     return ray.get([gpu.options(**option).remote() for option in options], timeout=120)
 

@@ -69,7 +69,7 @@ def main():
     placement.start_ray(args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))        # so that `finally` is reached; Ray has put its own there
     try:
-        resident.start_servers(args, resident.hold_gpus(2, options.device), servers)
+        resident.start_servers(args, resident.hold_gpus(2, args), servers)
         for name in options.arms:
             script, own = ARMS[name]
             print(f"\n{name}", flush=True)
