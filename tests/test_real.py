@@ -43,6 +43,7 @@ def servers(model, out, count, **changes):
 
 def launch(model, urls, out, name, **changes):
     args = parse_args(harness.flags(model, out, name, urls, **changes))
+    placement.take_folder(args)
     trainers, rollout = placement.launch(args, [])
     return args, trainers, rollout
 
@@ -149,6 +150,7 @@ def test_colocated_engines_give_their_memory_back_and_go_on(model, engines, tmp_
     args = parse_args(harness.flags(model, tmp_path, "run", engines, colocate=True, actor_num_gpus_per_node=2, partial_rollout=True,
                                     over_sampling_batch_size=16, rollout_max_response_len=200, max_tokens_per_gpu=512, lr=1e-4,
                                     save_debug_rollout_data=data), "train_sync.py")
+    placement.take_folder(args)
     trainers, rollout = placement.launch(args, [])
     try:
         rows = steps(train_sync.train, args, trainers, rollout, 0, 4, "part")
@@ -171,14 +173,18 @@ def test_a_mixture_of_experts_on_real_parts(tmp_path):
         args, trainers, rollout = launch(model, urls, tmp_path, "run", actor_num_gpus_per_node=2, expert_model_parallel_size=2,
                                          parity_interval=1, save_debug_rollout_data=data)
         try:
-            exports, rows = [model], []
+            exports = [model]
             for step in range(3):
-                rows += steps(train_async.train, args, trainers, rollout, step, step + 1, f"part{step}")
+                row, = steps(train_async.train, args, trainers, rollout, step, step + 1, f"part{step}")
+                assert row["staleness/max"] == 0 and row["sync/bytes"] == 4 * count_parameters(model)
+                assert row["parity/coverage"] == 1 and row["parity/mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0
                 exports.append(str(tmp_path / f"version{step + 1}"))
                 ray.get([trainer.export.remote(exports[-1]) for trainer in trainers])
-            print(rows)
             for step in range(3):
-                print(differences(data.format(step=step), exports[step], 1.0), differences(data.format(step=step), exports[step+1], 1.0))
+                right = differences(data.format(step=step), exports[step], 1.0)
+                wrong = differences(data.format(step=step), exports[step + 1], 1.0)
+                print(f"step {step}: max |engine - trainer| {right:.1e}; with the next version's weights {wrong:.1e}")
+                assert right < 1e-4 and wrong > 1e-2
         finally:
             for actor in [*trainers, rollout]:
                 ray.kill(actor)
