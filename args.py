@@ -598,6 +598,8 @@ def check_model(args):
                          f"--rollout-max-prompt-len {args.rollout_max_prompt_len} + --rollout-max-response-len "
                          f"{args.rollout_max_response_len} = {longest}")
     moe = config.get("model_type") == "qwen3_moe"
+    args.routed_experts = moe and args.parity_interval is not None     # derived: engines say which they chose
+    args.sglang_args += ["--enable-return-routed-experts"] * args.routed_experts
     for name, size in (("num_attention_heads", args.tensor_model_parallel_size),
                        ("num_key_value_heads", args.tensor_model_parallel_size),
                        ("moe_intermediate_size" if moe else "intermediate_size", args.tensor_model_parallel_size),

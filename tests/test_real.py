@@ -169,7 +169,7 @@ def test_a_mixture_of_experts_on_real_parts(tmp_path):
     log-probs are those of the exported version by Hugging Face, and of no other."""
     model, data = harness.make_model(tmp_path / "model", num_experts=8), str(tmp_path / "{step}.npz")
     os.makedirs(tmp_path / "engine")
-    with servers(model, tmp_path / "engine", 1) as urls:
+    with servers(model, tmp_path / "engine", 1, sglang_enable_return_routed_experts=True) as urls:
         args, trainers, rollout = launch(model, urls, tmp_path, "run", actor_num_gpus_per_node=2, expert_model_parallel_size=2,
                                          parity_interval=1, save_debug_rollout_data=data)
         try:
@@ -178,6 +178,7 @@ def test_a_mixture_of_experts_on_real_parts(tmp_path):
                 row, = steps(train_async.train, args, trainers, rollout, step, step + 1, f"part{step}")
                 assert row["staleness/max"] == 0 and row["sync/bytes"] == 4 * count_parameters(model)
                 assert row["parity/coverage"] == 1 and row["parity/mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0
+                assert row["parity/routing_mismatch"] == 0
                 exports.append(str(tmp_path / f"version{step + 1}"))
                 ray.get([trainer.export.remote(exports[-1]) for trainer in trainers])
             for step in range(3):
