@@ -116,7 +116,8 @@ def add_model(parser):
     g.add_argument("--ref-load", metavar="DIR", help="reference policy of the KL term (default: --hf-checkpoint)")
     g.add_argument("--tensor-model-parallel-size", type=int, default=1, help="tensor parallel ranks")
     g.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages")
-    g.add_argument("--expert-model-parallel-size", type=int, default=1, help="data-parallel ranks that share out a layer's experts")
+    g.add_argument("--expert-model-parallel-size", type=int, default=1,
+                   help="data-parallel ranks that share out a layer's experts")
     g.add_argument("--sequence-parallel", action="store_true", help="split activations along the sequence under TP")
     g.add_argument("--recompute-granularity", choices=("full",), help="recompute activations in the backward pass")
     g.add_argument("--bf16", action="store_true", help="bf16 weights, fp32 master weights and gradients")
@@ -407,8 +408,8 @@ def derive(args, script):
                          f"by tensor x pipeline = {model_parallel}: change --actor-num-gpus-per-node")
     args.data_parallel_size = args.world_size // model_parallel
     if args.data_parallel_size % args.expert_model_parallel_size:
-        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size} does not divide the data-parallel size: "
-                         f"{args.world_size} training ranks / (tensor x pipeline = {model_parallel}) = {args.data_parallel_size}")
+        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size} does not divide the data-parallel "
+                         f"size: {args.world_size} training ranks / (tensor x pipeline = {model_parallel}) = {args.data_parallel_size}")
     if args.colocate and args.rollout_num_gpus not in (None, args.world_size):
         raise ValueError(f"--colocate: the engines use the GPUs of the {args.world_size} training ranks; leave "
                          f"--rollout-num-gpus {args.rollout_num_gpus} out")
@@ -632,7 +633,8 @@ def read_config(path, flag, by_name=False):
             raise ValueError(f"{flag} {path}: decoder_sparse_step and mlp_only_layers are not supported: every layer must have "
                              "experts")
         if config.get("tie_word_embeddings"):     # it would answer with noise
-            raise ValueError(f"{flag} {path}: tie_word_embeddings with experts is not supported: SGLang would leave the head empty")
+            raise ValueError(f"{flag} {path}: tie_word_embeddings with experts is not supported: SGLang would leave the head "
+                             "empty")
     return config
 
 

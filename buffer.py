@@ -55,7 +55,7 @@ class Sample:
     status: str = "pending"        # "pending" | "completed" (stop token) | "truncated" (budget used up) | "failed"
     part: int = 0                  # above 0: a further training sample of the attempt `index`, with a prompt of its own
     messages: list[dict] = field(default_factory=list)     # of an agent loop: the turns so far, as chat messages
-    experts: list[list] = field(default_factory=list)      # of an answer: [first response token, tokens, what SGLang says of them]
+    experts: list[list] = field(default_factory=list)      # [first response token, tokens, SGLang's routed_experts of them]
     mismatch: str = ""             # of its token ids and the chat template's: see agent.compare
 
     def append(self, tokens, logprobs, version, mask=1):

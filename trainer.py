@@ -36,7 +36,8 @@ class TrainWorker:
         os.environ["NCCL_CUMEM_ENABLE"] = "0"     # SGLang sets that for itself, and both ends of a group must agree
         self.args, self.rank = args, rank
         model.init_parallel(rank, args.world_size, f"tcp://{master}", args.tensor_model_parallel_size,
-                            args.pipeline_model_parallel_size, args.seed, args.distributed_timeout, args.expert_model_parallel_size)
+                            args.pipeline_model_parallel_size, args.seed, args.distributed_timeout,
+                            args.expert_model_parallel_size)
         self.hf = model.load_hf_config(args.hf_checkpoint)
         policy = model.build_model(self.hf, args)
         model.load_weights(policy, self.hf, args.hf_checkpoint)
@@ -210,7 +211,8 @@ class TrainWorker:
         if step % interval:
             return {}
         now, sums, largest = self.log_probs(self.model, batch, micros), torch.zeros(4, dtype=torch.float64), 0.0
-        tokens, routing = sum(float(np.sum(mask)) for mask in batch["loss_mask"]), torch.zeros(2, dtype=torch.float64, device=device())
+        tokens = sum(float(np.sum(mask)) for mask in batch["loss_mask"])
+        routing = torch.zeros(2, dtype=torch.float64, device=device())
         for version, weights in self.published.items():
             if all(run[0] != version for runs in batch["versions"] for run in runs):
                 continue
@@ -231,8 +233,8 @@ class TrainWorker:
         if not count:
             return {"parity/coverage": 0.0}
         routed = {"parity/routing_mismatch": (routing[0] / routing[1]).item()} if routing[1] else {}
-        return {**routed, "parity/coverage": count / tokens, "parity/mismatch": mismatch / count, "parity/mismatch_max": largest.item(),
-                "parity/mismatch_k3": k3 / count, "parity/staleness": staleness / count}
+        return {**routed, "parity/coverage": count / tokens, "parity/mismatch": mismatch / count,
+                "parity/mismatch_max": largest.item(), "parity/mismatch_k3": k3 / count, "parity/staleness": staleness / count}
 
     @contextlib.contextmanager
     def routing(self, batch, micros, version, counts):
@@ -244,7 +246,8 @@ class TrainWorker:
             places = places - self.args.sequence_parallel * mpu.get_tensor_model_parallel_rank() * len(chosen)
             here = (places >= 0) & (places < len(chosen))
             chosen, experts = chosen[places[here]], experts[here, router.layer_number - 1]
-            counts.add_(torch.stack([(chosen != torch.zeros_like(chosen).scatter(1, experts, True)).any(-1).sum(), here.sum()]))
+            other = (chosen != torch.zeros_like(chosen).scatter(1, experts, True)).any(-1)
+            counts.add_(torch.stack([other.sum(), here.sum()]))
 
         hooks = []
         for router in (module for module in self.model.modules() if isinstance(module, TopKRouter)):
