@@ -409,7 +409,8 @@ def derive(args, script):
     args.data_parallel_size = args.world_size // model_parallel
     if args.data_parallel_size % args.expert_model_parallel_size:
         raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size} does not divide the data-parallel "
-                         f"size: {args.world_size} training ranks / (tensor x pipeline = {model_parallel}) = {args.data_parallel_size}")
+                         f"size: {args.world_size} training ranks / (tensor x pipeline = {model_parallel}) = "
+                         f"{args.data_parallel_size}")
     if args.colocate and args.rollout_num_gpus not in (None, args.world_size):
         raise ValueError(f"--colocate: the engines use the GPUs of the {args.world_size} training ranks; leave "
                          f"--rollout-num-gpus {args.rollout_num_gpus} out")

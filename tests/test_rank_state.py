@@ -17,10 +17,12 @@ import test_model
 from engine import pick_port
 
 pytestmark = [pytest.mark.contract, pytest.mark.parallel]
-DISTRIBUTED, BF16 = {"use_distributed_optimizer": True}, {"bf16": True}
+DISTRIBUTED, BF16, EP2 = {"use_distributed_optimizer": True}, {"bf16": True}, {"expert_model_parallel_size": 2}
 LAYOUTS = {  # name: (ranks, tensor parallel, pipeline parallel, more)
     "one": (1, 1, 1, {}), "tp2": (2, 2, 1, {"sequence_parallel": True}), "pp2": (2, 1, 2, {}), "dp2": (2, 1, 1, {}),
     "tp2pp2": (4, 2, 2, {}), "tp4": (4, 4, 1, {}), "dp4-dist": (4, 1, 1, DISTRIBUTED), "tp2dp2-dist": (4, 2, 1, DISTRIBUTED),
+    "ep2": (2, 1, 1, EP2), "tp2ep2-dist": (4, 2, 1, {**EP2, **DISTRIBUTED, "sequence_parallel": True}),
+    "pp2ep2-dist": (4, 1, 2, {**EP2, **DISTRIBUTED}),
     "pp2dp2-dist": (4, 1, 2, DISTRIBUTED), "dp4-dist-bf16": (4, 1, 1, {**DISTRIBUTED, **BF16}), "tp2pp2-bf16": (4, 2, 2, BF16)}
 PAIRS = [  # (model, saved in, loaded in)
     ("qwen2-tied", "one", "tp2pp2"), ("qwen3", "one", "dp4-dist"), ("qwen2-tied", "one", "tp4"),
@@ -28,6 +30,8 @@ PAIRS = [  # (model, saved in, loaded in)
     ("qwen2-tied", "pp2dp2-dist", "tp2dp2-dist"), ("qwen2-tied", "dp4-dist-bf16", "tp2pp2-bf16"),
     ("qwen2-tied", "tp2pp2-bf16", "dp4-dist-bf16"),
     ("qwen2-tied", "pp2dp2-dist", "tp2"), ("qwen2-tied", "tp2pp2", "dp2"), ("qwen3", "tp2", "pp2"), ("qwen2-tied", "pp2", "tp2"),
+    ("qwen3_moe", "one", "tp2ep2-dist"), ("qwen3_moe", "one", "ep2"), ("qwen3_moe", "tp2ep2-dist", "pp2ep2-dist"),
+    ("qwen3_moe", "pp2ep2-dist", "ep2"), ("qwen3_moe", "ep2", "one"),
     ("qwen2-tied", "pp2", "one"), ("qwen2-tied", "dp4-dist", "one")]
 LAUNCHES = (1, 4, 2, 1)     # numbers of ranks, one after the other: what is loaded was saved before
 
@@ -41,29 +45,33 @@ def arguments(layout):
 def whole(ddp, optimizer, hf):
     """{"weights" | "master" | "exp_avg" | "exp_avg_sq": {Hugging Face name: full tensor}}, gathered by collectives, and the step."""
     from megatron.core import parallel_state as mpu
-    o, = optimizer.chained_optimizers
-    slices = {}                                # of this rank: parameter -> (master, first element)
-    if hasattr(o, "shard_fp32_groups"):
-        for params, shards in ((o.model_fp32_groups, o.shard_fp32_groups), (o.model_float16_groups, o.shard_fp32_from_float16_groups)):
-            for p, shard in zip(sum(params, []), sum(shards, [])):
-                slices[p] = shard, o._get_model_param_range_map(p)["param"].start
-    else:
-        slices = {p: (p.main_param if hasattr(p, "main_param") else p, 0) for p in ddp.parameters()}
+    sharded = hasattr(optimizer.chained_optimizers[0], "shard_fp32_groups")
+    slices = {}                                # of this rank: parameter -> (master, its state, first element)
+    for o in optimizer.chained_optimizers:     # with expert parallel the experts have one of their own
+        if sharded:
+            for params, shards in ((o.model_fp32_groups, o.shard_fp32_groups),
+                                   (o.model_float16_groups, o.shard_fp32_from_float16_groups)):
+                for p, shard in zip(sum(params, []), sum(shards, [])):
+                    slices[p] = shard, o.optimizer.state[shard], o._get_model_param_range_map(p)["param"].start
+        else:
+            masters = {p: p.main_param if hasattr(p, "main_param") else p for p in ddp.parameters()}
+            slices |= {p: (master, o.optimizer.state[master], 0) for p, master in masters.items() if master in o.optimizer.state}
 
     def reader(field):
         def read(p):
             out = torch.zeros(p.numel())
             if p in slices:
-                master, first = slices[p]
-                values = master if field == "master" else o.optimizer.state[master][field]
+                master, state, first = slices[p]
+                values = master if field == "master" else state[field]
                 out[first:first + values.numel()] = values.detach().flatten()
-            if len(slices) and hasattr(o, "shard_fp32_groups"):
-                dist.all_reduce(out, group=mpu.get_data_parallel_group())
+            if sharded:
+                dist.all_reduce(out, group=mpu.get_data_parallel_group() if getattr(p, "allreduce", True)
+                                else mpu.get_expert_data_parallel_group())
             return out.view(p.shape)
         return read
 
     fields = {name: test_model.gathered(ddp, hf, read=reader(name)) for name in ("master", "exp_avg", "exp_avg_sq")}
-    steps = {float(state["step"]) for state in o.optimizer.state.values()}
+    steps = {float(state["step"]) for _, state, _ in slices.values()}
     return {"weights": test_model.gathered(ddp, hf), **fields, "step": steps}
 
 
