@@ -188,14 +188,16 @@ def no_exit(function, *arguments):
     try:
         return function(*arguments)
     except SystemExit as error:
-        raise RuntimeError(f"{function.__module__}.{function.__qualname__} called exit({error})") from None
+        said = RuntimeError(f"{function.__module__}.{function.__qualname__} called exit({error})")
+        raise said.with_traceback(error.__traceback__) from None
 
 
 async def no_exit_async(coroutine):
     try:
         return await coroutine
     except SystemExit as error:
-        raise RuntimeError(f"{coroutine.__qualname__} called exit({error})") from None
+        said = RuntimeError(f"{coroutine.__qualname__} called exit({error})")
+        raise said.with_traceback(error.__traceback__) from None
 
 
 async def plain_generate(args, sample, agent):

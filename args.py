@@ -784,11 +784,14 @@ def nodes_needed(args):
     return min(max(tn, rn) if t + r <= p else tn + rn for rn, r in spread.items())
 
 
+HOOKS = (("custom_rm_path", 2), ("dynamic_sampling_filter_path", 2), ("custom_generate_function_path", 3),
+         ("custom_advantage_path", 2), ("custom_loss_path", 3), ("custom_sampler_path", 3))     # flags, arguments of the function
+
+
 def check_hooks(args):
     if args.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("--use-wandb: the package is not installed here: pip install wandb")
-    for flag, count in (("custom_rm_path", 2), ("dynamic_sampling_filter_path", 2), ("custom_generate_function_path", 3),
-                        ("custom_advantage_path", 2), ("custom_loss_path", 3), ("custom_sampler_path", 3)):
+    for flag, count in HOOKS:
         if getattr(args, flag):
             load_function(getattr(args, flag), "--" + flag.replace("_", "-"), count)
 

@@ -7,6 +7,7 @@ from urllib.parse import parse_qsl
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 GYM = "reasoning-gym:"
+HUB_SECONDS = 10                       # in which the hub must answer
 
 
 class PromptRows:
@@ -77,9 +78,7 @@ def load_rows(path, args, flag):
         elif path.startswith(GYM):
             rows = gym_rows(path)
         else:
-            name, _, options = path.partition("?")
-            options = dict(parse_qsl(options, strict_parsing=bool(options)))
-            rows = datasets.load_dataset(name, **{"split": "train", **options})
+            rows = hub_rows(path)
     except Exception as error:   # whatever the library raises, the user needs the file's name and the reason in one line
         reason = str(error.__cause__ or error).splitlines()[0]
         raise ValueError(f"{flag} {path}: {reason}") from None
@@ -91,6 +90,32 @@ def load_rows(path, args, flag):
     if len(rows) == 0:
         raise ValueError(f"{flag} {path}: no rows")
     return rows
+
+
+def hub_rows(path):
+    """Asked first whether the hub answers within HUB_SECONDS: the libraries try again for up to minutes. Where it does not, what
+    was downloaded once is taken from the cache."""
+    import datasets
+    import requests
+    from huggingface_hub import constants
+
+    name, _, options = path.partition("?")
+    options = {"split": "train", **dict(parse_qsl(options, strict_parsing=bool(options)))}
+    problem, offline = None, datasets.config.HF_HUB_OFFLINE
+    if not (os.path.isdir(name) or offline):
+        try:
+            requests.head(constants.ENDPOINT, timeout=HUB_SECONDS)
+        except requests.RequestException as error:
+            problem = f"{constants.ENDPOINT} cannot be reached ({type(error).__name__})"
+    try:
+        datasets.config.HF_HUB_OFFLINE = bool(offline or problem)
+        return datasets.load_dataset(name, **options)
+    except ConnectionError:            # of the libraries: nothing in the cache
+        problem = problem or ("HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set" if offline else f"{constants.ENDPOINT} failed")
+        raise ValueError(f"{problem}, and {name!r} is neither a folder here nor in the cache {datasets.config.HF_DATASETS_CACHE}: "
+                         f"load it once where there is a network, set HF_ENDPOINT to a mirror, or name a file or folder") from None
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
 
 
 def gym_rows(path):

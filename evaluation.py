@@ -21,6 +21,7 @@ async def evaluate(manager):
     pass@k for the powers of two up to --n-samples-per-eval-prompt, where that is above 1; a reward of at least 1 is a pass."""
     args, version, started = manager.args, manager.version, time.time()
     await manager.proved()
+    manager.evaluated = [0, sum(map(len, manager.eval_rows.values())) * args.n_samples_per_eval_prompt]
     results, slots = {"version": version}, args.sglang_server_concurrency
     places = asyncio.Semaphore(len(manager.fleet.lanes) * (slots if args.eval_only else max(1, slots // 2)))
     for number, (name, rows) in enumerate(manager.eval_rows.items()):
@@ -50,6 +51,7 @@ async def run_sample(manager, sample, places):
     finally:
         work.move(None)
     sample.reward = manager.checked(reward[0] if args.group_rm else reward, sample)
+    manager.evaluated[0] += 1
     manager.watchdog.alive()
 
 

@@ -35,6 +35,7 @@ class Lane:
     slots: asyncio.Semaphore          # bounds the requests in flight; the next one starts at every completion
     actor: object = None              # owns the server's process; None for an external engine
     state: str = "up"
+    lent: set = field(default_factory=set)        # the parts of its memory that the training has
     why: str = ""                     # it was lost the last time
     restarts: int = 0
     worked: bool = False              # it has proved a version: what never has is a fault of the set-up, and not restarted
@@ -55,7 +56,6 @@ class Fleet:
         self.party = []                # the engines of the sync that is under way, or was last
         self.joined = None             # who is in the broadcast group: {(rank, restarts)}
         self.quiet = True              # no request is open: they get weights, or are lent to the training
-        self.released = False          # the engines' memory is lent to the training
         self.updating = None           # the engines, to the weights of a sync
         self.stages = []               # what the trainers send, see WeightSender.join
         self.asking = asyncio.Lock()   # for the engines' health
@@ -72,12 +72,15 @@ class Fleet:
     # ---- who serves ---------------------------------------------------------------------------------------
     @property
     def up(self):
-        return [lane for lane in self.lanes if lane.state == "up"] if self.enough else []
+        """Colocated engines are tied to their ranks: there is no doing without one."""
+        lanes = [lane for lane in self.lanes if lane.state == "up"]
+        return lanes if len(lanes) == len(self.lanes) or not self.args.colocate else []
 
     @property
     def enough(self):
-        """Colocated engines are tied to their ranks: there is no doing without one."""
-        return not self.args.colocate or all(lane.state == "up" for lane in self.lanes)
+        """For a sync: those that are ready will be up."""
+        able = [lane.state in ("up", "ready") for lane in self.lanes]
+        return all(able) if self.args.colocate else any(able)
 
     def least_loaded(self):
         return min(self.up or self.lanes, key=lambda lane: lane.tokens)
@@ -118,7 +121,7 @@ class Fleet:
         print(f"{'warning: ' if why else ''}engine {lane.rank} is {lane.state}{why and ': '}{why}", flush=True)
 
     async def bring_back(self, lane):
-        while lane.worked and not self.args.colocate and lane.restarts < self.args.max_engine_restarts:
+        while lane.worked and lane.restarts < self.args.max_engine_restarts:
             lane.restarts += 1
             try:
                 lane.url = await self.restart(lane)
@@ -126,7 +129,8 @@ class Fleet:
                 lane.why = f"engine {lane.url}: {error}"
                 continue
             lane.client = EngineClient(lane.url, api_key(self.args))
-            lane.slots, lane.wrong, lane.state = asyncio.Semaphore(self.args.sglang_server_concurrency), 0, "ready"
+            lane.slots, lane.wrong, lane.lent = asyncio.Semaphore(self.args.sglang_server_concurrency), 0, set()
+            lane.state = "ready"
             return self.note(lane)
         lane.state = "gone"
         self.note(lane, lane.why)
@@ -153,7 +157,7 @@ class Fleet:
 
     async def revive(self):
         """Waits until an engine can take part in a sync. NoEngineLeft when none will."""
-        while not any(lane.state in ("up", "ready") for lane in self.lanes) or not self.enough:
+        while not self.enough:
             if not self.returning:
                 raise self.none_left()
             await asyncio.wait(set(self.returning), return_when=asyncio.FIRST_COMPLETED)
@@ -211,16 +215,17 @@ class Fleet:
     def call(self, lane, verb, *arguments):
         return asyncio.get_running_loop().run_in_executor(self.threads, getattr(lane.client, verb), *arguments)
 
-    async def everyone(self, verb, *arguments):
-        """Says it to all engines of the sync at once; one that fails is lost. NoEngineLeft when none is left."""
-        lanes = [lane for lane in self.party if lane.state in ("up", "ready")]
+    async def everyone(self, verb, *arguments, among=None):
+        """Says it to all engines of the sync (or those `among` them) at once; one that fails is lost. NoEngineLeft when none is
+        left."""
+        lanes = [lane for lane in (self.party if among is None else among) if lane.state in ("up", "ready")]
         answers = await asyncio.gather(*(self.call(lane, verb, *arguments) for lane in lanes), return_exceptions=True)
         for lane, answer in zip(lanes, answers):
             if isinstance(answer, EngineError):
                 self.lose(lane, str(answer))
             elif isinstance(answer, BaseException):
                 raise answer
-        self.need(lanes)
+        self.need(self.party)
 
     async def rest(self):
         """No request is open. Chooses the engines that shall get the next version: those that serve and those that are ready
@@ -230,9 +235,8 @@ class Fleet:
             pass
         self.party = [lane for lane in self.lanes if lane.state in ("up", "ready")]
         self.need(self.party)
-        if self.released:
-            await self.everyone("resume_memory", ["weights"])
-            self.party = [lane for lane in self.party if lane.state in ("up", "ready")]
+        await self.give_back("weights")
+        self.party = [lane for lane in self.party if lane.state in ("up", "ready")]
         now = {(lane.rank, lane.restarts) for lane in self.party}
         return None if now == self.joined else [lane.url for lane in self.party]
 
@@ -252,8 +256,8 @@ class Fleet:
             flushed = await asyncio.gather(*(
                 self.call(lane, "update_from_distributed", stage["tensors"], stage["group"], stage["limit"], named,
                           stage["timeout"]) for lane in self.party))
-        if not (sent and all(flushed)) and not self.released:      # a cache that was lent is empty
-            await self.everyone("flush_cache", FLUSH_PATIENCE)
+        if not (sent and all(flushed)):                            # a cache that was lent is empty
+            await self.everyone("flush_cache", FLUSH_PATIENCE, among=[lane for lane in self.party if not lane.lent])
 
     async def updated(self):
         """Waits until every engine has received what it was asked to. EngineError for the first that did not."""
@@ -280,9 +284,7 @@ class Fleet:
         await asyncio.gather(self.updated(), results(sent))
         if not any(stage["group"] for stage in self.stages):
             await self.everyone("set_version", version)
-        if self.released:
-            await self.everyone("resume_memory", ["kv_cache", "cuda_graph"])
-            self.released = False
+        await self.give_back("kv_cache", "cuda_graph")
         expected = asyncio.create_task(results(expected)) if self.stages else None
         for lane in [lane for lane in self.party if lane.state in ("up", "ready")]:
             if lane.state == "ready":
@@ -311,8 +313,17 @@ class Fleet:
 
     async def release_memory(self):
         await self.everyone("flush_cache", FLUSH_PATIENCE)     # it must be idle
+        for lane in self.party:        # before: where one is lost in this, the others have lent theirs
+            lane.lent = {"weights", "kv_cache", "cuda_graph"}
         await self.everyone("release_memory")
-        self.released = True
+
+    async def give_back(self, *parts):
+        """Of their memory, to those engines that lent it."""
+        lanes = [lane for lane in self.party if lane.lent.issuperset(parts)]
+        for lane in lanes:
+            lane.lent -= set(parts)
+        if lanes:
+            await self.everyone("resume_memory", list(parts), among=lanes)
 
 
 async def results(calls):

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 import checkpoint
 import plan
-from args import nodes_needed, policies
+from args import HOOKS, load_function, nodes_needed, policies
 from engine import EngineError, NoEngineLeft, SGLangEngine, look_around
 from replay import ReplayManager
 from rollout import RolloutManager
@@ -157,10 +158,11 @@ def report(error, args, engines, trainers, began):
     remote = isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None
     cause = error.cause if remote else error
     path = os.path.join(args.run_dir, "logs", "error.txt")
+    trace = "".join(traceback.format_exception(error))
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "w") as f:
-            f.write(str(error) + "\n" + "".join(traceback.format_exception(error)))
+            f.write(f"{error}\n{trace}")
     except OSError as problem:            # a full disk may be what this is about
         path = f"not written: {problem}"
     if isinstance(cause, ray.exceptions.RayActorError):        # Ray's paragraphs; the reason is their last line
@@ -170,7 +172,20 @@ def report(error, args, engines, trainers, began):
         cause = RuntimeError(f"{names.get(cause.actor_id, 'a process of the run')} has died: {reason}")
     named = isinstance(cause, EngineError) or isinstance(cause, ValueError) and not remote   # says all by itself
     kind = "" if named else f"{type(cause).__name__}: "
-    print(f"error: {kind}{cause}   (trace: {path})", file=sys.stderr, flush=True)
+    place = "" if isinstance(cause, EngineError) else users_place(args, str(error) if remote else trace)
+    print(f"error: {place}{kind}{cause}   (trace: {path})", file=sys.stderr, flush=True)
+
+
+def users_place(args, trace):
+    """'/home/me/my_rewards.py:3, in brief: ' where an error came from a function that a flag names: the innermost line of the
+    trace that lies in the function's file; else "". The trace is a text, since that of another process is."""
+    files = set()
+    for flag, count in HOOKS:
+        if path := getattr(args, flag):
+            module = sys.modules.get(load_function(path, flag, count).__module__)
+            files.add(getattr(module, "__file__", None))
+    frames = re.findall(r'^ *File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
+    return next((f"{file}:{line}, in {name}: " for file, line, name in reversed(frames) if file in files), "")
 
 
 # ---- Ray --------------------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class RolloutManager:
         self.version = None                       # published to all engines
         self.mismatch_shown = False
         self.evaluating, self.eval_wait = None, 0.0   # the evaluation that runs; how long the last sync waited for one
+        self.evaluated = None                     # answers of it that are there, and all
         self.check_time = 0.0                     # of the last comparison of fingerprints
         self.works = {}                           # group id -> Work, of the groups in flight
         self.session = None
@@ -485,8 +486,11 @@ class RolloutManager:
     async def evaluate(self):
         """Every evaluation set with the published version: evaluation.evaluate. The next sync waits for its end."""
         self.evaluating = asyncio.ensure_future(evaluate(self))
-        with self.watchdog.at("an evaluation"):
-            return await self.evaluating
+        try:
+            with self.watchdog.at("an evaluation"):
+                return await self.evaluating
+        finally:
+            self.evaluated = None
 
     # ---- weight sync: the engines' side of it -------------------------------------------------------------
     async def rest(self, version):
@@ -604,7 +608,8 @@ class RolloutManager:
         """What generation does now, for the terminal."""
         running = sum(lane.requests for lane in self.fleet.lanes)
         groups = f"{self.buffer.finished_count} of {self.args.groups_per_step} groups finished, " if self.buffer else ""
-        return f"{groups}{running} answers are being generated"
+        evaluated = "evaluation: {} of {} answers, ".format(*self.evaluated) if self.evaluated else ""
+        return f"{evaluated}{groups}{running} answers are being generated"
 
     def lane_metrics(self, seconds):
         """Time that the engines had something to do since the last call, as a mean over them."""

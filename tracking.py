@@ -2,6 +2,7 @@
 Biases, a summary, and timeline.json."""
 
 import contextlib
+import glob
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import ray
 from tqdm import tqdm
 
 from buffer import Ledger
+from watchdog import doing
 
 SPANS = {"perf/wait_prev_gen": "wait", "perf/save_time": "save"}     # timers of the loop that are shown in the timeline
 PHASES = {"perf/wait_prev_gen": "waits for generation", "perf/save_time": "saves"}
@@ -61,11 +63,17 @@ class Tracker:
                 self.spans.setdefault(SPANS[name], []).append([started, ended])
 
     def watch(self, rollout):
-        """Beside the bar, each second, what goes on within a step that takes long: for a terminal with a reader."""
+        """Beside the bar, each second, what goes on within a step that takes long: for a terminal with a reader. A rank that
+        trains answers no call, so what it does is read from its sign of life."""
+        args = self.args
+
         def look():
             while not self.bar.disable:            # until it is closed
                 with contextlib.suppress(Exception):      # of the run itself, which says its errors better
-                    self.bar.set_postfix_str(f"{self.phase}; {ray.get(rollout.progress.remote(), timeout=10)}")
+                    trainer = doing(os.path.join(args.run_dir, "logs"), f"training rank {args.world_size - 1}")
+                    trainer += f": {written(args.save) / 1e9:.2f} GB" if "saving" in trainer else ""
+                    generation = ray.get(rollout.progress.remote(), timeout=10)
+                    self.bar.set_postfix_str("; ".join(filter(None, [trainer or self.phase, generation])))
                 time.sleep(1)
 
         threading.Thread(target=look, daemon=True).start()
@@ -455,6 +463,11 @@ def chrome_events(spans, groups):
         events.append({**common, "ph": "b", "ts": micros(start), "args": {"group": group, "ended": how}})
         events.append({**common, "ph": "e", "ts": micros(end)})
     return events
+
+
+def written(folder):
+    """Bytes of the checkpoint that is being written there."""
+    return sum(map(os.path.getsize, glob.glob(os.path.join(glob.escape(folder), "step_*.tmp", "*"))))
 
 
 class Table:

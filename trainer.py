@@ -57,7 +57,8 @@ class TrainWorker:
         self.published = {}                                # version -> copy of its weights; kept around a parity step
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.sender = WeightSender(args, self.model, self.hf)
-        self.watchdog = Watchdog(f"training rank {rank}", args)
+        last = rank == args.world_size - 1                  # of the last pipeline stage: the terminal shows what it counts
+        self.watchdog = Watchdog(f"training rank {rank}", args, tick=1.0 if last else 5.0)
         self.steps = None                                  # that were trained, once one was in this process
 
     def ready(self):
@@ -79,6 +80,7 @@ class TrainWorker:
         noted |= self.add_columns(step, batch, updates)
         prepared = time.time()            # all passes without gradient lie before: old and reference log-probs, values, parity
         self.steps = math.nan              # from here to the end the weights are of no step
+        self.watchdog.begin("micro-batch", sum(map(len, updates)))
         sums = [self.update(batch, plan) for plan in updates]
         self.steps = step + 1
         metrics = {**step_metrics(sums), **noted, "train/lr": lr, "perf/log_probs_time": prepared - started,
@@ -140,6 +142,7 @@ class TrainWorker:
         The same micro-batches as in training, so that on unchanged weights the result is the same to the last bit.
         """
         packs = [self.to_pack(batch, micro) for micro in micros]
+        self.watchdog.begin("log-probs, micro-batch", len(packs))
 
         def collect(hidden, i):
             logp, _ = self.head(network, hidden, packs[i])
@@ -342,7 +345,7 @@ class TrainWorker:
         return columns | {"sample": torch.from_numpy(np.repeat(starts, lengths)).to(device())}
 
     def head(self, network, hidden, packed, entropy=False):
-        self.watchdog.alive()
+        self.watchdog.count()
         return model.token_logprobs(network, hidden, packed.labels, self.args.rollout_temperature,
                                     chunk=self.args.log_probs_chunk_size, entropy=entropy)
 

@@ -20,10 +20,13 @@ STATUS = 75
 
 
 class Watchdog:
-    """finish(why): how the process ends; without it, at once. more(file): writes what the stacks of threads do not show."""
+    """finish(why): how the process ends; without it, at once. more(file): writes what the stacks of threads do not show.
+    tick: seconds between two signs of life."""
 
-    def __init__(self, who, args, finish=None, more=None):
+    def __init__(self, who, args, finish=None, more=None, tick=5.0):
         self.who, self.limit, self.finish, self.more = who, args.watchdog_timeout, finish, more
+        self.tick = min(self.limit / 4, tick)
+        self.part, self.done, self.total = None, 0, 0
         self.folder = os.path.join(args.run_dir, "logs")
         self.jobs, self.last, self.ended = [], time.time(), False
 
@@ -42,16 +45,27 @@ class Watchdog:
             yield
         finally:
             self.jobs.remove(job)
+            self.part = None
             self.alive()
 
     def alive(self):
         self.last = time.time()
 
+    def begin(self, part, total):
+        """A part of the job, of which `count` counts. The thread writes it down with the next sign of life, so that counting
+        costs nothing, and the terminal can show it while this process answers no call."""
+        self.part, self.done, self.total = part, 0, total
+        self.alive()
+
+    def count(self):
+        self.done += 1
+        self.alive()
+
     # ---- the thread ---------------------------------------------------------------------------------------
     def watch(self):
-        tick, before = min(self.limit / 4, 5.0), time.time()
+        before = time.time()
         while not self.ended:
-            late, before = time.time() - before > 2 * tick + 1, time.time()
+            late, before = time.time() - before > 2 * self.tick + 1, time.time()
             with contextlib.suppress(OSError):                   # a full disk is no reason to end
                 self.sign()
             if said(self.folder, self.started):
@@ -61,12 +75,13 @@ class Watchdog:
             why = None if late else self.problem()
             if why:
                 return self.end(why)
-            time.sleep(tick)
+            time.sleep(self.tick)
 
     def sign(self):
         path = os.path.join(self.folder, f"{self.who}.alive")
+        part = f"{self.part} {self.done} of {self.total}" if self.part else ""
         with open(path + ".tmp", "w") as f:
-            json.dump({"who": self.who, "host": socket.gethostname(), "pid": os.getpid(), "jobs": self.jobs[:1],
+            json.dump({"who": self.who, "host": socket.gethostname(), "pid": os.getpid(), "jobs": self.jobs[:1], "part": part,
                        "last": self.last}, f)
         os.replace(path + ".tmp", path)
 
@@ -110,6 +125,17 @@ class Watchdog:
             self.finish(why)
             time.sleep(90)                                       # for cleaning up
         os._exit(STATUS)
+
+
+def doing(folder, who):
+    """What a process was at, at its last sign of life: 'the training of step 5: micro-batch 3 of 16'. "" for nothing, or for one
+    that has not signed lately. folder: RUN/logs, which other nodes may not share."""
+    path = os.path.join(folder, f"{who}.alive")
+    with contextlib.suppress(OSError, ValueError), open(path) as f:
+        if time.time() - os.fstat(f.fileno()).st_mtime < 15:
+            says = json.load(f)
+            return ": ".join([*says["jobs"], *([says["part"]] if says["part"] else [])])
+    return ""
 
 
 def said(folder, since):

@@ -1,6 +1,7 @@
 """One page about a run, or about several compared: report.html, which needs no network and nothing beside it.
 
-    python scripts/report.py runs/NAME [runs/OTHER ...]             writes runs/NAME/report.html, and each RUN/timeline.json
+    python scripts/report.py runs/NAME                  writes runs/NAME/report.html and runs/NAME/timeline.json
+    python scripts/report.py runs/NAME runs/OTHER       writes runs/report_NAME_OTHER.html, and each RUN/timeline.json
 
 The page is scripts/report.html with the runs' data in it, as JSON. What is too much for a page is thinned out here, and the page
 says so: curves are means over equal bins of steps, samples those of some steps (see `pick_groups`). A run that still goes on, or
@@ -36,15 +37,27 @@ TOKENS, HEAD, TAIL = 400_000, 1500, 500    # of all samples together; first and 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument("--output", metavar="FILE", help="the page (default: report.html in the first RUN)")
+    parser.add_argument("--output", metavar="FILE", help="the page (default: RUN/report.html; of several runs, "
+                                                              "report_NAME_NAME.html beside the first RUN)")
     options = parser.parse_args()
-    output = os.path.abspath(options.output or os.path.join(options.runs[0], "report.html"))
+    output = os.path.abspath(options.output or default_output(options.runs))
     try:
         runs = [read_run(folder) for folder in options.runs]
         write_page(output, runs)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     print(output)
+
+
+def default_output(folders):
+    """A comparison lies beside the runs, and leaves the page of each of them alone."""
+    if len(folders) == 1:
+        return os.path.join(folders[0], "report.html")
+    first, *others = map(os.path.abspath, folders)
+    names = "_".join(map(os.path.basename, [first, *others]))
+    if len(names) > 100:                   # a file's name has a limit
+        names = f"{os.path.basename(first)[:100]}_and_{len(others)}_more"
+    return os.path.join(os.path.dirname(first), f"report_{names}.html")
 
 
 def write_page(path, runs):

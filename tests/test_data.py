@@ -1,11 +1,16 @@
 """Prompts: files, folders as on the hub, chat messages, and the generated tasks of reasoning-gym with their rewards."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-import harness      # noqa: F401  (puts scripts/ on the path)
+import harness      # puts scripts/ on the path
+import hub
 import make_tiny_model
 from buffer import Sample
 from data import PromptRows, load_rows
@@ -96,6 +101,53 @@ def test_a_name_of_the_hub_that_does_not_exist_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match="--prompt-data nobody/no-such-set: .*nobody/no-such-set") as error:
         load_rows("nobody/no-such-set", KEYS, "--prompt-data")
     assert "\n" not in str(error.value)
+
+
+LOADER = """
+import json, sys, time, types
+import data
+data.HUB_SECONDS, started = 1, time.time()
+args = types.SimpleNamespace(input_key="question", label_key="answer", metadata_key=None, custom_rm_path=None)
+try:
+    print(json.dumps(list(data.load_rows(sys.argv[1], args, "--prompt-data"))))
+except ValueError as error:
+    print(f"{time.time() - started:.1f}|{error}")
+"""
+
+
+def load_from(endpoint, path, cache):
+    """What a process of its own prints: the libraries read HF_ENDPOINT and HF_HOME when they are imported."""
+    env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "PYTHONPATH": harness.ROOT}
+    got = subprocess.run([sys.executable, "-c", LOADER, path], env=env, capture_output=True, text=True, timeout=60)
+    assert got.returncode == 0 and not got.stderr, got.stderr
+    return got.stdout.strip()
+
+
+def test_a_set_of_the_hub_is_loaded_and_later_found_without_it(tmp_path):
+    """From a hub on this machine, the second split of two; then from the cache, with nobody at the hub's address."""
+    write(tmp_path, "hub")
+    files = {name: (tmp_path / "sums" / name).read_bytes() for name in ("README.md", "main/train.jsonl", "main/test.jsonl")}
+    server, endpoint = hub.start("someone/sums", files)
+    with server:
+        assert json.loads(load_from(endpoint, "someone/sums?name=main&split=test", tmp_path / "cache")) == ROWS
+        assert f"GET /datasets/someone/sums/resolve/{hub.SHA}/main/test.jsonl" in server.asked
+        said = load_from(endpoint, "someone/none", tmp_path / "cache")
+        assert "--prompt-data someone/none: Dataset 'someone/none' doesn't exist on the Hub" in said
+        server.shutdown()
+    assert json.loads(load_from(endpoint, "someone/sums?name=main&split=test", tmp_path / "cache")) == ROWS
+
+
+@pytest.mark.parametrize("reason", ["ConnectionError", "ReadTimeout"])
+def test_a_hub_out_of_reach_is_one_line_within_seconds(reason, tmp_path):
+    """Nobody listens at its address; or it takes the connection and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        if reason == "ConnectionError":
+            silent.close()
+        seconds, said = load_from(address, "someone/sums", tmp_path).split("|")
+    assert float(seconds) < 10
+    assert said.startswith(f"--prompt-data someone/sums: {address} cannot be reached ({reason}), and 'someone/sums' is neither a "
+                           f"folder here nor in the cache {tmp_path}") and "HF_ENDPOINT" in said and "\n" not in said
 
 
 @pytest.mark.parametrize("prompt, messages", [

@@ -2,6 +2,7 @@
 bounded time. The engines are scripted, and started again by engines.Engines; the trainer and its broadcast are the real ones."""
 
 import ast
+import errno
 import glob
 import json
 import os
@@ -175,6 +176,45 @@ def test_with_no_engine_left_the_run_is_saved_and_ends_or_goes_on_when_one_comes
     check_nothing_is_lost(tmp_path, 8)
 
 
+@pytest.mark.parametrize("when, restarts", [("generating", 0), ("generating", 1), ("training", 1), ("releasing", 1)])
+def test_a_colocated_engine_that_dies_comes_back_or_the_run_is_saved(when, restarts, model, fleet, tmp_path):
+    """There is no doing without one of two: the run waits for it, and begins at its step again, with a sync. The one that has lent
+    its memory gets it back once, the new one has lent nothing. With no restart left the run ends with the cause, saved."""
+    pair = fleet(2)
+    words = lambda **flags: harness.flags(model, tmp_path, "run", pair.urls, num_rollout=6, colocate=True, actor_num_gpus_per_node=1,
+                                          custom_advantage_path="test_faults.slow_advantages", **QUICK, **flags)
+    event = "submit" if when == "generating" else "batch"
+
+    def spoil():
+        if when == "releasing":
+            return pair.script(1, die=1, verb="release_memory_occupation", seconds=0.0)
+        time.sleep(0.15 if when == "training" else 0)
+        pair.signal(1, signal.SIGKILL)
+
+    killer = after(lambda: len(records(tmp_path, "trained")) >= 2 and records(tmp_path, event)[-1]["time"] > records(
+        tmp_path, "trained")[-1]["time"], spoil)
+    status, output = light.run("train_sync.py", words(max_engine_restarts=restarts))
+    if restarts == 0:
+        assert status == 1 and time.time() - killer.acted < 15
+        assert re.search(r"error: no engine left: engine http://\S+: .*\(0 of --max-engine-restarts 0\)", output.splitlines()[-1])
+        assert f"saved after {len(records(tmp_path, 'trained'))} steps: --load {tmp_path / 'run'}" in output
+        light.succeed("train_sync.py", words(load=str(tmp_path / "run")))
+    else:
+        assert status == 0, output[-2000:]
+        assert states(tmp_path, 1) == ["lost", "ready", "up"] and states(tmp_path, 0) == []
+        lost, _, up = (r["time"] for r in records(tmp_path, "engine"))
+        print(f"noticed after {lost - killer.acted:.1f} s, serves again after {up - killer.acted:.1f} s")
+        assert 0 <= lost - killer.acted < 5
+        verbs = pair.report(0)["verbs"]
+        assert verbs.count("resume_memory_occupation") == 2 * (verbs.count("release_memory_occupation") - 1)   # none behind the last
+    check_nothing_is_lost(tmp_path, 6)
+
+
+def slow_advantages(args, batch):
+    time.sleep(0.3)
+    return [0.0] * len(batch["tokens"])
+
+
 # ---- the watchdog -----------------------------------------------------------------------------------------
 def endless_advantages(args, batch):
     while batch["step"] == 2:
@@ -265,6 +305,34 @@ def test_a_training_rank_that_dies_ends_the_run_with_its_rank_and_a_resume_goes_
     assert re.search(r"error: RuntimeError: training rank 1 has died: ", output.splitlines()[-1]), output[-2000:]
     harness.succeed("train_async.py", words(load=str(tmp_path / "run")))
     check_nothing_is_lost(tmp_path, 6)
+
+
+# ---- disks ------------------------------------------------------------------------------------------------
+def full_disk():
+    """The ledger's 60th record of this run is cut off in the middle."""
+    write = Ledger.write
+
+    def write_half(self, event, **fields):
+        if self.path and self.seq == 59:
+            with open(self.path, "ab") as f:
+                f.write(b'{"seq": 60, "time": 17')
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
+        write(self, event, **fields)
+
+    Ledger.write = write_half
+
+
+@pytest.mark.parametrize("script", ["train_async.py", "train_fully_async.py"])
+def test_a_disk_that_is_full_when_the_ledger_is_written_ends_the_run_and_a_resume_goes_on(script, model, fleet, tmp_path):
+    """At once, with the reason; the torn line is left aside and its number used again. Each prompt is trained once."""
+    words = lambda **flags: harness.flags(model, tmp_path, "run", fleet(1, lengths="2", unit_seconds=0.0).urls, num_rollout=8, save_interval=1, **flags)
+    started = time.time()
+    status, output = tiny(script, words(), prepare=full_disk)
+    assert status == 1 and time.time() - started < 20
+    assert "No space left on device" in output.splitlines()[-1] and "ledger.jsonl" in output.splitlines()[-1]
+    status, output = tiny(script, words(load=str(tmp_path / "run")))
+    assert status == 0, output[-2000:]
+    check_nothing_is_lost(tmp_path, 8)
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 signals or Ray runs without Ray (light.py), to the same bits."""
 
 import fcntl
+import functools
 import os
 import re
 import signal
 import socket
+import sys
 import time
 
 import psutil
@@ -290,14 +292,72 @@ def test_a_resume_with_nothing_left_to_do_says_so(model, engine, tmp_path):
 
 
 def test_an_error_in_the_reward_ends_the_run_with_its_cause(model, engine, tmp_path):
+    """The last line names the place in the user's file, of a process of Ray's, too: the line, counted here in this file."""
     status, output = harness.run("train_async.py", harness.flags(model, tmp_path, "bad", engine(1),
                                                                  custom_rm_path="test_loops.broken_reward"))
+    with open(__file__) as f:
+        line = f.read().splitlines().index("    return 1 / 0") + 1
     assert status == 1
-    assert "error: ZeroDivisionError: division by zero" in output.strip().splitlines()[-1]
+    assert f"error: {__file__}:{line}, in broken_reward: ZeroDivisionError: division by zero" in output.strip().splitlines()[-1]
 
 
 def broken_reward(args, sample):
     return 1 / 0
+
+
+BROKEN = """
+import sys
+
+def helper(what):
+    return what.no_such_thing
+
+def keep(args, samples):
+    return helper(samples)
+
+def advantage(args, batch):
+    return (
+        helper(batch))
+
+def loss(args, logp, columns):
+    def inner():
+        return columns["no_such_column"]                    # line 16
+    return inner(), {}
+
+def leave(args, sample):
+    sys.exit(4)                                             # line 20
+
+def unknown(args, sample):
+    return float("nan")
+
+async def a_generate(args, sample, agent):
+    return helper(await agent.generate(sample))
+"""
+
+
+def see(folder):
+    sys.path.append(folder)
+
+
+MISSING = "object has no attribute 'no_such_thing'"
+
+
+@pytest.mark.parametrize("flag, function, said", [
+    ("custom_generate_function_path", "a_generate", ":5, in helper: AttributeError: 'str' " + MISSING),
+    ("dynamic_sampling_filter_path", "keep", ":5, in helper: AttributeError: 'list' " + MISSING),
+    ("custom_advantage_path", "advantage", ":5, in helper: AttributeError: 'dict' " + MISSING),
+    ("custom_loss_path", "loss", ":16, in inner: KeyError: 'no_such_column'"),
+    ("custom_rm_path", "leave", ":20, in leave: RuntimeError: broken.leave called exit(4)"),
+    ("custom_rm_path", "unknown", None)])                   # no line of the user's: the value is wrong, and named
+def test_an_error_in_an_own_function_is_said_with_its_place(flag, function, said, model, engine, tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    flags = harness.flags(model, tmp_path, "bad", engine(1), **{flag: f"broken.{function}"})
+    status, output = light.run("train_async.py", flags, prepare=functools.partial(see, str(tmp_path)))
+    last = output.strip().splitlines()[-1]
+    assert status == 1, output[-2000:]
+    if said is None:
+        assert last.startswith("error: broken.unknown returned nan for sample"), last
+    else:
+        assert last.startswith(f"error: {tmp_path}/broken.py{said}   (trace: "), last
 
 
 def test_lr_0_leaves_the_weights_alone(model, engine, tmp_path):

@@ -17,22 +17,26 @@ import test_model
 from engine import pick_port
 
 pytestmark = [pytest.mark.contract, pytest.mark.parallel]
-DISTRIBUTED, BF16, EP2 = {"use_distributed_optimizer": True}, {"bf16": True}, {"expert_model_parallel_size": 2}
+DISTRIBUTED, BF16 = {"use_distributed_optimizer": True}, {"bf16": True}
 LAYOUTS = {  # name: (ranks, tensor parallel, pipeline parallel, more)
     "one": (1, 1, 1, {}), "tp2": (2, 2, 1, {"sequence_parallel": True}), "pp2": (2, 1, 2, {}), "dp2": (2, 1, 1, {}),
     "tp2pp2": (4, 2, 2, {}), "tp4": (4, 4, 1, {}), "dp4-dist": (4, 1, 1, DISTRIBUTED), "tp2dp2-dist": (4, 2, 1, DISTRIBUTED),
-    "ep2": (2, 1, 1, EP2), "tp2ep2-dist": (4, 2, 1, {**EP2, **DISTRIBUTED, "sequence_parallel": True}),
-    "pp2ep2-dist": (4, 1, 2, {**EP2, **DISTRIBUTED}),
-    "pp2dp2-dist": (4, 1, 2, DISTRIBUTED), "dp4-dist-bf16": (4, 1, 1, {**DISTRIBUTED, **BF16}), "tp2pp2-bf16": (4, 2, 2, BF16)}
+    "pp2dp2-dist": (4, 1, 2, DISTRIBUTED), "ep4": (4, 1, 1, {"expert_model_parallel_size": 4}),
+    "dp4ep2-dist": (4, 1, 1, {**DISTRIBUTED, "expert_model_parallel_size": 2}),
+    "ep2pp2": (4, 1, 2, {"expert_model_parallel_size": 2}), "ep2-dist": (2, 1, 1, {**DISTRIBUTED, "expert_model_parallel_size": 2}),
+    "tp2ep2-dist": (4, 2, 1, {**DISTRIBUTED, "expert_model_parallel_size": 2, "sequence_parallel": True}),
+    "dp4-dist-bf16": (4, 1, 1, {**DISTRIBUTED, **BF16}), "tp2pp2-bf16": (4, 2, 2, BF16)}
 PAIRS = [  # (model, saved in, loaded in)
     ("qwen2-tied", "one", "tp2pp2"), ("qwen3", "one", "dp4-dist"), ("qwen2-tied", "one", "tp4"),
     ("qwen3", "tp2pp2", "dp4-dist"), ("qwen2-tied", "dp4-dist", "tp2pp2"), ("qwen2-tied", "tp2dp2-dist", "pp2dp2-dist"),
     ("qwen2-tied", "pp2dp2-dist", "tp2dp2-dist"), ("qwen2-tied", "dp4-dist-bf16", "tp2pp2-bf16"),
     ("qwen2-tied", "tp2pp2-bf16", "dp4-dist-bf16"),
     ("qwen2-tied", "pp2dp2-dist", "tp2"), ("qwen2-tied", "tp2pp2", "dp2"), ("qwen3", "tp2", "pp2"), ("qwen2-tied", "pp2", "tp2"),
-    ("qwen3_moe", "one", "tp2ep2-dist"), ("qwen3_moe", "one", "ep2"), ("qwen3_moe", "tp2ep2-dist", "pp2ep2-dist"),
-    ("qwen3_moe", "pp2ep2-dist", "ep2"), ("qwen3_moe", "ep2", "one"),
-    ("qwen2-tied", "pp2", "one"), ("qwen2-tied", "dp4-dist", "one")]
+    ("qwen2-tied", "pp2", "one"), ("qwen2-tied", "dp4-dist", "one"),
+    ("qwen3_moe", "one", "tp2ep2-dist"), ("qwen3_moe", "tp2ep2-dist", "ep2-dist"),
+    ("qwen3_moe", "one", "dp4ep2-dist"), ("qwen3_moe", "dp4ep2-dist", "ep4"), ("qwen3_moe", "ep4", "dp4ep2-dist"),
+    ("qwen3_moe", "dp4ep2-dist", "ep2pp2"), ("qwen3_moe", "ep4", "tp2"), ("qwen3_moe", "tp2", "ep2-dist"),
+    ("qwen3_moe", "ep2-dist", "one")]
 LAUNCHES = (1, 4, 2, 1)     # numbers of ranks, one after the other: what is loaded was saved before
 
 
@@ -45,17 +49,16 @@ def arguments(layout):
 def whole(ddp, optimizer, hf):
     """{"weights" | "master" | "exp_avg" | "exp_avg_sq": {Hugging Face name: full tensor}}, gathered by collectives, and the step."""
     from megatron.core import parallel_state as mpu
-    sharded = hasattr(optimizer.chained_optimizers[0], "shard_fp32_groups")
-    slices = {}                                # of this rank: parameter -> (master, its state, first element)
-    for o in optimizer.chained_optimizers:     # with expert parallel the experts have one of their own
-        if sharded:
+    slices, cut = {}, hasattr(optimizer.chained_optimizers[0], "shard_fp32_groups")
+    for o in optimizer.chained_optimizers:     # a second one is the experts'; slices: parameter -> (master, its state, first element)
+        if cut:
             for params, shards in ((o.model_fp32_groups, o.shard_fp32_groups),
                                    (o.model_float16_groups, o.shard_fp32_from_float16_groups)):
                 for p, shard in zip(sum(params, []), sum(shards, [])):
                     slices[p] = shard, o.optimizer.state[shard], o._get_model_param_range_map(p)["param"].start
         else:
             masters = {p: p.main_param if hasattr(p, "main_param") else p for p in ddp.parameters()}
-            slices |= {p: (master, o.optimizer.state[master], 0) for p, master in masters.items() if master in o.optimizer.state}
+            slices |= {p: (m, o.optimizer.state[m], 0) for p, m in masters.items() if m in o.optimizer.state}
 
     def reader(field):
         def read(p):
@@ -64,7 +67,7 @@ def whole(ddp, optimizer, hf):
                 master, state, first = slices[p]
                 values = master if field == "master" else state[field]
                 out[first:first + values.numel()] = values.detach().flatten()
-            if sharded:
+            if cut:
                 dist.all_reduce(out, group=mpu.get_data_parallel_group() if getattr(p, "allreduce", True)
                                 else mpu.get_expert_data_parallel_group())
             return out.view(p.shape)

@@ -262,7 +262,7 @@ def test_the_page_in_a_browser(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report.py", *runs])
     report.main()
     page = capsys.readouterr().out.splitlines()[-1]
-    assert page == str(tmp_path / "a" / "report.html")
+    assert page == str(tmp_path / "report_a_b <i>.html") and not os.path.exists(tmp_path / "a" / "report.html")
     text = open(page, encoding="utf-8").read()
     assert not re.search(r"https?://(?!www\.w3\.org)", text) and "<img" not in text and "default-src 'none'" in text
     assert json.load(open(tmp_path / "a" / "timeline.json"))[0]["ph"] == "M"
@@ -281,6 +281,13 @@ def test_the_page_in_a_browser(tiny_model, tmp_path, monkeypatch, capsys):
     group = next(g for g in data["runs"][0]["samples"]["steps"][-1][2] if g["why"].startswith("largest"))
     assert nasty == "1" and (group["prompt"], group["label"]) == (LONE + NASTY, LONE)
     assert "".join(group["samples"][0]["tokens"]) == NASTY
+
+
+def test_where_a_page_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert report.default_output(["runs/a/"]) == "runs/a/report.html"
+    assert report.default_output(["runs/a/", "old/b"]) == str(tmp_path / "runs" / "report_a_b.html")
+    assert report.default_output(["runs/a"] + [f"runs/{i}" for i in range(60)]) == str(tmp_path / "runs" / "report_a_and_60_more.html")
 
 
 def test_a_thousand_steps_open_at_once(long_run, tmp_path):

@@ -5,7 +5,9 @@ import random
 import re
 import signal
 import subprocess
+import time
 
+import psutil
 import pytest
 
 import harness
@@ -42,6 +44,39 @@ def kill_and_resume(folder, kills):
     assert len(outcomes) == 4 * steps and all(group["outcome"] == "trained" for group in outcomes.values())
     assert [row["step"] for row in harness.metrics(out, "cut")] == list(range(steps))
     assert all(row["train/logprob_abs_diff"] < 0.5 for row in harness.metrics(out, "cut"))
+
+
+@pytest.mark.drill
+def test_a_real_engine_that_hangs_is_started_again_and_joins(tmp_path):
+    """Its scheduler is stopped, while the HTTP side goes on answering: only a token that does not come can tell. The run waits for
+    the new server, which joins the group, gets the weights, proves them, and serves; nothing is lost."""
+    model, out = harness.make_model(tmp_path), tmp_path / "runs"
+    path = out / "hang" / "ledger.jsonl"
+    process = harness.start("train_async.py", harness.flags(
+        model, out, "hang", num_rollout=8, lr=1e-3, rollout_max_response_len=24, rollout_health_check_interval=0.5,
+        rollout_health_check_timeout=3, update_weight_timeout=10))
+
+    def of_run(event):
+        return [r for r in harness.read_jsonl(path) if r["event"] == event]
+
+    deadline = time.time() + 200
+    while len(of_run("trained")) < 2 and process.poll() is None and time.time() < deadline:
+        time.sleep(0.01)
+    schedulers = [p for p in psutil.Process(process.pid).children(recursive=True) if "sglang::scheduler" in " ".join(p.cmdline())]
+    assert len(schedulers) == 1, process.communicate(timeout=60)[0][-3000:]
+    schedulers[0].suspend()
+    stopped = time.time()
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output[-3000:]
+    states = of_run("engine")
+    assert [r["state"] for r in states] == ["lost", "ready", "up"]
+    print(f"noticed after {states[0]['time'] - stopped:.1f} s ({states[0]['why'][:120]}), up again after {states[2]['time'] - stopped:.1f} s")
+    assert 0 < states[0]["time"] - stopped < 15
+    outcomes = Ledger.outcomes(str(path))
+    assert len(outcomes) == 32 and all(group["outcome"] == "trained" for group in outcomes.values())
+    rows = harness.metrics(out, "hang")
+    assert [row["step"] for row in rows] == list(range(8)) and all(row["train/logprob_abs_diff"] < 0.5 for row in rows)
+    assert not schedulers[0].is_running()
 
 
 @pytest.mark.contract

@@ -4,6 +4,7 @@ is made from."""
 import importlib.machinery
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ import harness
 import light
 import scripted_engine
 import tracking
+import watchdog
 from args import parse_args
 from buffer import Ledger
 from tracking import (RECENT, advice, all_rewards_equal, free, parts, read_spans, step_line, truncated_responses,
@@ -246,7 +248,7 @@ def test_the_bar_says_what_goes_on(tmp_path, monkeypatch):
     progress = SimpleNamespace(remote=lambda: asked.append(1) or f"{len(asked)} of 16 groups finished")
     monkeypatch.setattr(tracking, "ray", light.RAY)
     flags = SimpleNamespace(run_dir=str(tmp_path), eval_only=False, num_rollout=3, replay=None, use_wandb=False,
-                            use_tensorboard=False)
+                            use_tensorboard=False, world_size=1)
     tracker = tracking.Tracker(flags, 0)
     with tracker.timer("perf/wait_prev_gen"):
         tracker.watch(SimpleNamespace(progress=progress))
@@ -259,6 +261,72 @@ def test_the_bar_says_what_goes_on(tmp_path, monkeypatch):
     count = len(asked)
     time.sleep(1.5)
     assert len(asked) == count
+
+
+def test_the_bar_shows_what_a_busy_rank_counts(tmp_path):
+    """The rank's thread writes its count with the next sign of life; what is counted behind it costs no file. A checkpoint's size
+    while it is written; nothing of a rank that signed long ago."""
+    args = SimpleNamespace(run_dir=str(tmp_path), watchdog_timeout=60)
+    logs, dog = str(tmp_path / "logs"), watchdog.Watchdog("training rank 1", args, tick=0.05)
+    dog.start()
+    with dog.at("the training of step 5"):
+        dog.begin("micro-batch", 16)
+        for _ in range(3):
+            dog.count()
+        wait_until(lambda: watchdog.doing(logs, "training rank 1") == "the training of step 5: micro-batch 3 of 16")
+    wait_until(lambda: watchdog.doing(logs, "training rank 1") == "")
+    dog.ended, dog.part, dog.jobs = True, None, ["the saving of a checkpoint"]
+    time.sleep(0.2)
+    dog.sign()
+    assert watchdog.doing(logs, "training rank 1") == "the saving of a checkpoint" and watchdog.doing(logs, "training rank 0") == ""
+    os.utime(os.path.join(logs, "training rank 1.alive"), (time.time() - 60,) * 2)
+    assert watchdog.doing(logs, "training rank 1") == ""
+    for name, size in (("step_0000004", 9), ("step_0000005.tmp", 1000), ("step_0000005.tmp/more", 500)):
+        path = tmp_path / "a [run]" / name if "more" in name else tmp_path / "a [run]" / name / "rank_00000.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * size)
+    assert tracking.written(str(tmp_path / "a [run]")) == 1500
+
+
+def wait_until(condition):
+    deadline = time.time() + 10
+    while not condition():
+        assert time.time() < deadline
+        time.sleep(0.01)
+
+
+def in_a_terminal():
+    """In the forked run: a terminal; the rank signs every 2 ms, and each training step takes its time."""
+    from trainer import TrainWorker
+    sys.stderr.isatty = lambda: True
+    head, start = TrainWorker.head, watchdog.Watchdog.start
+
+    def slow_head(self, *arguments, **options):
+        time.sleep(0.2)
+        return head(self, *arguments, **options)
+
+    def quick_start(self):
+        self.tick = 0.002
+        start(self)
+
+    TrainWorker.head, watchdog.Watchdog.start = slow_head, quick_start
+    set_postfix = tracking.tqdm.set_postfix_str
+    tracking.tqdm.set_postfix_str = lambda self, text: print(f"bar: {text}", flush=True) or set_postfix(self, text)
+    tracking.time = SimpleNamespace(sleep=lambda _: time.sleep(0.02), time=time.time)
+
+
+def test_a_run_in_a_terminal_counts_micro_batches_and_evaluated_answers(model, engines, tmp_path):
+    """8 answers a step, two to a micro-batch: old log-probs and then training count to 4. 8 rows are evaluated."""
+    flags = harness.flags(model, tmp_path, "run", engines, num_rollout=2, use_dynamic_batch_size=None, max_tokens_per_gpu=None,
+                          micro_batch_size=2, policy_old="recompute", eval_interval=2, save_interval=1,
+                          eval_prompt_data=["sums", os.path.join(model, "eval.jsonl")])
+    output = light.succeed("train_sync.py", flags, prepare=in_a_terminal)
+    said = set(re.findall(r"bar: (.*?)(?:; |$)", output, re.MULTILINE))
+    for step in (0, 1):
+        for part in ("log-probs, micro-batch", "micro-batch"):
+            counts = {line.rsplit(": ", 1)[1] for line in said if line.startswith(f"the training of step {step}: {part} ")}
+            assert counts <= {f"{part} {i} of 4" for i in range(5)} and f"{part} 3 of 4" in counts, (step, counts)
+    assert re.search(r"evaluation: \d of 8 answers", output)
 
 
 # ---- said once, and elsewhere -----------------------------------------------------------------------------
