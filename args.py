@@ -116,7 +116,8 @@ def add_model(parser):
     g.add_argument("--ref-load", metavar="DIR", help="reference policy of the KL term (default: --hf-checkpoint)")
     g.add_argument("--tensor-model-parallel-size", type=int, default=1, help="tensor parallel ranks")
     g.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages")
-    g.add_argument("--expert-model-parallel-size", type=int, default=1, help="data-parallel ranks that share out a layer's experts")
+    g.add_argument("--expert-model-parallel-size", type=int, default=1,
+                   help="data-parallel ranks that share out a layer's experts")
     g.add_argument("--sequence-parallel", action="store_true", help="split activations along the sequence under TP")
     g.add_argument("--recompute-granularity", choices=("full",), help="recompute activations in the backward pass")
     g.add_argument("--bf16", action="store_true", help="bf16 weights, fp32 master weights and gradients")
@@ -407,8 +408,9 @@ def derive(args, script):
                          f"by tensor x pipeline = {model_parallel}: change --actor-num-gpus-per-node")
     args.data_parallel_size = args.world_size // model_parallel
     if args.data_parallel_size % args.expert_model_parallel_size:
-        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size} does not divide the data-parallel size: "
-                         f"{args.world_size} training ranks / (tensor x pipeline = {model_parallel}) = {args.data_parallel_size}")
+        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size} does not divide the data-parallel "
+                         f"size: {args.world_size} training ranks / (tensor x pipeline = {model_parallel}) = "
+                         f"{args.data_parallel_size}")
     if args.colocate and args.rollout_num_gpus not in (None, args.world_size):
         raise ValueError(f"--colocate: the engines use the GPUs of the {args.world_size} training ranks; leave "
                          f"--rollout-num-gpus {args.rollout_num_gpus} out")
@@ -598,6 +600,8 @@ def check_model(args):
                          f"--rollout-max-prompt-len {args.rollout_max_prompt_len} + --rollout-max-response-len "
                          f"{args.rollout_max_response_len} = {longest}")
     moe = config.get("model_type") == "qwen3_moe"
+    args.routed_experts = moe and args.parity_interval is not None     # derived: engines say which they chose
+    args.sglang_args += ["--enable-return-routed-experts"] * args.routed_experts
     for name, size in (("num_attention_heads", args.tensor_model_parallel_size),
                        ("num_key_value_heads", args.tensor_model_parallel_size),
                        ("moe_intermediate_size" if moe else "intermediate_size", args.tensor_model_parallel_size),
@@ -606,7 +610,8 @@ def check_model(args):
         if config.get(name, 0) % size:
             raise ValueError(f"the model's {name} = {config[name]} does not divide by the parallel size {size}")
     if args.expert_model_parallel_size > 1 and not moe:
-        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size}: {config.get('model_type')} has no experts")
+        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size}: {config.get('model_type')} has no "
+                         "experts")
     if moe and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         raise ValueError(f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with experts needs --sequence-parallel")
 
@@ -624,8 +629,13 @@ def read_config(path, flag, by_name=False):
     if config.get("model_type") not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
         raise ValueError(f"{flag} {path}: architecture {config.get('model_type')!r} is not supported; llama, qwen2, "
                          f"qwen3, qwen3_moe are")
-    if config.get("model_type") == "qwen3_moe" and (config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers")):
-        raise ValueError(f"{flag} {path}: decoder_sparse_step and mlp_only_layers are not supported: every layer must have experts")
+    if config["model_type"] == "qwen3_moe":
+        if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+            raise ValueError(f"{flag} {path}: decoder_sparse_step and mlp_only_layers are not supported: every layer must have "
+                             "experts")
+        if config.get("tie_word_embeddings"):     # it would answer with noise
+            raise ValueError(f"{flag} {path}: tie_word_embeddings with experts is not supported: SGLang would leave the head "
+                             "empty")
     return config
 
 

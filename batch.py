@@ -41,6 +41,7 @@ def make_batch(args, step, groups):
             "loss_mask": [loss_mask(args, step, s) * (i not in filled) for i, s in enumerate(samples)],
             "rollout_logprobs": [np.array(s.rollout_logprobs, dtype=np.float32) for s in samples],
             "rewards": [s.reward for s in samples],
+            "experts": [s.experts for s in samples],
             "columns": own_columns(samples),
             "versions": [[list(run) for run in s.version_runs] for s in samples]}
 

@@ -55,6 +55,7 @@ class Sample:
     status: str = "pending"        # "pending" | "completed" (stop token) | "truncated" (budget used up) | "failed"
     part: int = 0                  # above 0: a further training sample of the attempt `index`, with a prompt of its own
     messages: list[dict] = field(default_factory=list)     # of an agent loop: the turns so far, as chat messages
+    experts: list[list] = field(default_factory=list)      # [first response token, tokens, SGLang's routed_experts of them]
     mismatch: str = ""             # of its token ids and the chat template's: see agent.compare
 
     def append(self, tokens, logprobs, version, mask=1):
@@ -85,8 +86,9 @@ class Sample:
 
     def reset(self):
         """Back to the prompt: what is generated anew keeps nothing of older weights."""
-        self.response_tokens, self.loss_mask, self.rollout_logprobs, self.version_runs, self.columns = [], [], [], [], {}
-        self.response, self.reward, self.seconds, self.status, self.messages, self.mismatch = "", None, 0.0, "pending", [], ""
+        self.response_tokens, self.loss_mask, self.rollout_logprobs, self.version_runs = [], [], [], []
+        self.columns, self.messages, self.experts, self.mismatch = {}, [], [], ""
+        self.response, self.reward, self.seconds, self.status = "", None, 0.0, "pending"
 
     @property
     def name(self):

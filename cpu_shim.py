@@ -4,8 +4,9 @@ is exercised on a laptop. Where CUDA exists nothing is touched: one code path se
 megatron-core names CUDA in five ways that a machine without it cannot serve: `device=torch.cuda.current_device()`,
 the literal `device="cuda"` (schedules.py), `Tensor.cuda()` and the type string 'torch.cuda.FloatTensor' (its
 optimizers), the CUDA random states of its tracker, and the stream on which the dispatch of tokens to experts copies
-its counts to the host. They are answered here, in this process only.
+its counts to the host. And it gathers unequal parts, which gloo does not. They are answered here, in this process only.
 """
+import functools
 import threading
 
 import torch
@@ -35,6 +36,26 @@ def _counts_on_host(dispatcher, point, tokens_per_expert=None):
     return tokens_per_expert
 
 
+def _gather_unequal(original, x, group, output_split_sizes=None, use_global_buffer=False):
+    """In place of mappings._gather_along_first_dim: gloo gathers equal sizes only, and experts have as many tokens as come."""
+    if output_split_sizes is None:
+        return original(x, group, output_split_sizes, use_global_buffer)
+    padded = x.new_zeros(max(output_split_sizes), *x.shape[1:])
+    padded[:len(x)] = x
+    parts = [torch.empty_like(padded) for _ in output_split_sizes]
+    torch.distributed.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes)])
+
+
+def _reduce_scatter_unequal(original, x, group, input_split_sizes=None, use_global_buffer=False):
+    """In place of mappings._reduce_scatter_along_first_dim, the same."""
+    if input_split_sizes is None:
+        return original(x, group, input_split_sizes, use_global_buffer)
+    whole = x.clone()
+    torch.distributed.all_reduce(whole, group=group)
+    return whole.split(list(input_split_sizes))[group.rank()].clone()
+
+
 def install():
     """Idempotent; a no-op where CUDA is available. Holds for the calling thread: call it in each that uses Megatron."""
     if torch.cuda.is_available() or hasattr(_thread, "mode"):
@@ -48,6 +69,12 @@ def install():
     from megatron.core.tensor_parallel import random
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+    from megatron.core.tensor_parallel import mappings
+    if not isinstance(mappings._gather_along_first_dim, functools.partial):     # another thread has done it
+        mappings._gather_along_first_dim = functools.partial(_gather_unequal, mappings._gather_along_first_dim)
+        mappings._reduce_scatter_along_first_dim = functools.partial(
+            _reduce_scatter_unequal, mappings._reduce_scatter_along_first_dim)
 
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"

@@ -282,8 +282,8 @@ class Experts(torch.nn.Module):
 
 
 def build_model(hf, args):
-    """This rank's pipeline stage, tensor parallel shard and experts, on its device, in training mode, with random weights. In bf16
-    it is wrapped in Megatron's Float16Module. Reads the fields of args that megatron_config names."""
+    """This rank's pipeline stage, tensor parallel shard and experts, on its device, in training mode, with random weights. In
+    bf16 it is wrapped in Megatron's Float16Module. Reads the fields of args that megatron_config names."""
     config = megatron_config(hf, args)
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm,
                                      normalization="RMSNorm")

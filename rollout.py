@@ -386,6 +386,8 @@ class RolloutManager:
                   "sampling_seed": sampling_seed(self.args.seed, sample)}
         payload = {"input_ids": sample.prompt_tokens + sample.response_tokens, "sampling_params": params,
                    "return_logprob": True}
+        if self.args.routed_experts and sample.index == 0 and sampling is self.sampling:   # one of a group: kilobytes a token
+            payload |= {"return_routed_experts": True, "routed_experts_start_len": len(payload["input_ids"]) - 1}
         answer = await self.ask(work, sample, payload)
         reason = answer["meta_info"]["finish_reason"]["type"]
         if reason == "stop" or answer["output_ids"] and answer["output_ids"][-1] in self.stops:
@@ -439,6 +441,8 @@ class RolloutManager:
             raise Aborted
         if tokens:
             sample.append(tokens, logprobs, self.version or 0)
+            if meta.get("routed_experts") and meta["finish_reason"]["type"] != "abort":
+                sample.experts.append([len(sample.response_tokens) - len(tokens), len(tokens), meta["routed_experts"]])
         self.watchdog.alive()
 
     # ---- rewards ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Every rank holds the whole batch (lists by column), so advantages, denominators 
 computed by each of them alike, without any communication; only log-probs and gradients are distributed.
 """
 
+import base64
 import contextlib
 import math
 import os
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.transformer.moe.router import TopKRouter
 
 import checkpoint
 import critic
@@ -34,7 +36,8 @@ class TrainWorker:
         os.environ["NCCL_CUMEM_ENABLE"] = "0"     # SGLang sets that for itself, and both ends of a group must agree
         self.args, self.rank = args, rank
         model.init_parallel(rank, args.world_size, f"tcp://{master}", args.tensor_model_parallel_size,
-                            args.pipeline_model_parallel_size, args.seed, args.distributed_timeout, args.expert_model_parallel_size)
+                            args.pipeline_model_parallel_size, args.seed, args.distributed_timeout,
+                            args.expert_model_parallel_size)
         self.hf = model.load_hf_config(args.hf_checkpoint)
         policy = model.build_model(self.hf, args)
         model.load_weights(policy, self.hf, args.hf_checkpoint)
@@ -212,10 +215,11 @@ class TrainWorker:
             return {}
         now, sums, largest = self.log_probs(self.model, batch, micros), torch.zeros(4, dtype=torch.float64), 0.0
         tokens = sum(float(np.sum(mask)) for mask in batch["loss_mask"])
+        routing = torch.zeros(2, dtype=torch.float64, device=device())
         for version, weights in self.published.items():
             if all(run[0] != version for runs in batch["versions"] for run in runs):
                 continue
-            with self.other_weights(None if version == step else weights):
+            with self.other_weights(None if version == step else weights), self.routing(batch, micros, version, routing):
                 then = self.log_probs(self.model, batch, micros)
             for s in (s for micro in micros for s in micro) if speaks() else ():
                 part = np.repeat([v == version for v, _ in batch["versions"][s]], [n for _, n in batch["versions"][s]])
@@ -225,13 +229,52 @@ class TrainWorker:
                                      (now[s] - then[s]).double()[part].abs().sum()])
                 largest = max([largest, *lr.abs().tolist()])
         sums, largest = sums.to(device()), torch.tensor(largest, dtype=torch.float64, device=device())
-        dist.all_reduce(sums)
+        for counted in (sums, routing):
+            dist.all_reduce(counted)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         count, mismatch, k3, staleness = sums.tolist()
         if not count:
             return {"parity/coverage": 0.0}
-        return {"parity/coverage": count / tokens, "parity/mismatch": mismatch / count, "parity/mismatch_max": largest.item(),
-                "parity/mismatch_k3": k3 / count, "parity/staleness": staleness / count}
+        routed = {"parity/routing_mismatch": (routing[0] / routing[1]).item()} if routing[1] else {}
+        return {**routed, "parity/coverage": count / tokens, "parity/mismatch": mismatch / count,
+                "parity/mismatch_max": largest.item(), "parity/mismatch_k3": k3 / count, "parity/staleness": staleness / count}
+
+    @contextlib.contextmanager
+    def routing(self, batch, micros, version, counts):
+        """Adds to counts [2], for a pass over `micros` within the block: the (token, layer) pairs for which router and engine
+        chose other sets of experts, and all pairs of which an engine with weights of `version` said what it chose. Of a pair
+        one rank of a replica counts: tensor parallel ranks, which with experts are sequence parallel, see other tokens."""
+        def compare(router, said, output):
+            chosen, (places, experts) = output[1].flatten(0, -2), next(said)
+            places = places - self.args.sequence_parallel * mpu.get_tensor_model_parallel_rank() * len(chosen)
+            here = (places >= 0) & (places < len(chosen))
+            chosen, experts = chosen[places[here]], experts[here, router.layer_number - 1]
+            other = (chosen != torch.zeros_like(chosen).scatter(1, experts, True)).any(-1)
+            counts.add_(torch.stack([other.sum(), here.sum()]))
+
+        hooks = []
+        for router in (module for module in self.model.modules() if isinstance(module, TopKRouter)):
+            said = iter([self.engine_routing(batch, micro, version) for micro in micros])
+            hooks.append(router.register_forward_hook(lambda router, _, output, said=said: compare(router, said, output)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def engine_routing(self, batch, micro, version):
+        """The experts [R, layers, k] that engines with weights of `version` chose, and where in this micro-batch: [R]. The row
+        of a response token is that of the token before it, which made its logits."""
+        places, experts, start = [], [np.zeros((0, self.hf.num_hidden_layers, self.hf.num_experts_per_tok), np.int64)], 0
+        for s in micro:
+            tokens, n = len(batch["tokens"][s]), batch["response_lengths"][s]
+            versions = np.repeat([v for v, _ in batch["versions"][s]], [count for _, count in batch["versions"][s]])
+            for first, count, code in batch["experts"][s] if n else ():
+                if versions[first] == version:
+                    places += range(start + tokens - n - 1 + first, start + tokens - n - 1 + first + count)
+                    experts.append(np.frombuffer(base64.b64decode(code), np.int32).reshape(count, *experts[0].shape[1:]))
+            start += tokens
+        return torch.tensor(places, dtype=torch.long, device=device()), torch.from_numpy(np.concatenate(experts)).to(device())
 
     def mean_weight(self, columns):
         """What --rollout-is-batch-normalize divides by: the mean over this update's tokens (or samples) on all ranks. In

@@ -1,12 +1,14 @@
-"""What the asynchronous modes gain where answers have a long tail: time per step relative to train_sync.py, in one run.
+"""What the asynchronous modes gain where answers have a long tail: time per step relative to
+train_sync.py, in one run.
 
     python scripts/bench_async.py [--steps 12] [--unit 0.25]
 
-The loops, Ray, Megatron, the weight sync and the scheduling are the real ones. In place of SGLang stands the scripted engine
-of the tests: 90 % of the answers take 1 unit of time, 10 % take 10; it has as many slots as a batch has samples, and a
-training step is padded to 4 units. So a synchronous step takes about 14 units, and nothing can be faster than the larger of
-training (4) and generation work / slots (1.9). Prints each mode's seconds per step and, last, the ratios:
-`one_step_off 0.73 stale 0.73 partial 0.48 partial_k4 0.31 limit 0.29`.
+The loops, Ray, Megatron, the weight sync and the scheduling are the real ones. In place of SGLang
+stands the scripted engine of the tests: 90 % of the answers take 1 unit of time, 10 % take 10; it
+has as many slots as a batch has samples, and a training step is padded to 4 units. So a synchronous
+step takes about 14 units, and nothing can be faster than the larger of training (4) and generation
+work / slots (1.9). Prints each mode's seconds per step and, last, the ratios: `one_step_off 0.73
+stale 0.73 partial 0.48 partial_k4 0.31 limit 0.29`.
 
 With real engines, on two GPUs: scripts/gpu/bench_async_gpu.py.
 """

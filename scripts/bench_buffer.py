@@ -2,12 +2,13 @@
 
     python scripts/bench_buffer.py [--samples 8]
 
-An operation is one arrow of one group's life, with its part of the ledger on a real file, flushed as in a run: drawn, put
-back, drawn again, finished, taken, trained are six. The groups have 8 samples; extending and rewarding these is the engines'
-and the rewards' work and is not timed. Nor is the shuffle of an epoch, one pass over the row numbers: it is printed by itself.
-Seconds are the process's own, the system's work for it included, so that other programs do not count; the sizes take turns and
-each shows its median round.
-Last line: `ops_per_second 1e4 180000 1e5 170000 1e6 160000`.
+An operation is one arrow of one group's life, with its part of the ledger on a real file, flushed
+as in a run: drawn, put back, drawn again, finished, taken, trained are six. The groups have 8
+samples; extending and rewarding these is the engines' and the rewards' work and is not timed. Nor
+is the shuffle of an epoch, one pass over the row numbers: it is printed by itself. Seconds are the
+process's own, the system's work for it included, so that other programs do not count; the sizes
+take turns and each shows its median round. Last line: `ops_per_second 1e4 180000 1e5 170000 1e6
+160000`.
 """
 
 import argparse

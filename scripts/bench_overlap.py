@@ -1,10 +1,12 @@
-"""Does one-step-off training overlap? Time per step of train_async.py relative to train_sync.py, in one process and one run.
+"""Does one-step-off training overlap? Time per step of train_async.py relative to train_sync.py, in
+one process and one run.
 
     python scripts/bench_overlap.py [--pairs 5] [--steps 6] [--unit 0.6]
 
-The loops, Ray, Megatron and the weight sync are the real ones. In place of SGLang stands the scripted engine of the tests,
-whose answers take one unit of time, and a training step is padded to one unit: two equal halves, whose overlap is what is
-measured. Prints each pair's ratio and, last, the median as `one_step_off/sync 0.55`. The ideal is 0.5.
+The loops, Ray, Megatron and the weight sync are the real ones. In place of SGLang stands the
+scripted engine of the tests, whose answers take one unit of time, and a training step is padded to
+one unit: two equal halves, whose overlap is what is measured. Prints each pair's ratio and, last,
+the median as `one_step_off/sync 0.55`. The ideal is 0.5.
 """
 
 import argparse

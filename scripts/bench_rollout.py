@@ -1,10 +1,12 @@
-"""The rollout manager's HTTP side: how many answers a minute it takes, and how much of a core that costs it.
+"""The rollout manager's HTTP side: how many answers a minute it takes, and how much of a core that
+costs it.
 
     python scripts/bench_rollout.py [--engines 64] [--in-flight 4096] [--seconds 60]
     python scripts/bench_rollout.py --profile                where its time goes
 
-The manager, its buffer, stream and ledger are the real ones, in this process alone; the engines are scripted, in processes of their
-own: an answer of --tokens tokens takes --answer-seconds. Last line: `completions_per_minute 24310 manager_cores 0.71`.
+The manager, its buffer, stream and ledger are the real ones, in this process alone; the engines are
+scripted, in processes of their own: an answer of --tokens tokens takes --answer-seconds. Last line:
+`completions_per_minute 24310 manager_cores 0.71`.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""How long a weight sync takes, from the driver's call to its return, beside one raw broadcast of the same bytes between the same two GPUs.
+"""How long a weight sync takes, from the driver's call to its return, beside one raw broadcast of the
+same bytes between the same two GPUs.
 
     python scripts/bench_sync.py 0.6B 4B 8B                   two GPUs: one trains, one generates
     python scripts/bench_sync.py tiny --device cpu            a rehearsal
 
-Last lines, one for each shape: `sync 8B 66.4 1.50` = milliseconds (median of the syncs behind the first two) and their ratio to
-the raw broadcast. The comparison of fingerprints goes on while the first requests run; its time is printed, too.
+Last lines, one for each shape: `sync 8B 66.4 1.50` = milliseconds (median of the syncs behind the
+first two) and their ratio to the raw broadcast. The comparison of fingerprints goes on while the
+first requests run; its time is printed, too.
 """
 
 import argparse

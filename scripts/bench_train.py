@@ -1,13 +1,14 @@
-"""Training at its limit: tokens per second, and the share of the GPU's own bf16 matrix speed, on packed 4k-token samples.
+"""Training at its limit: tokens per second, and the share of the GPU's own bf16 matrix speed, on
+packed 4k-token samples.
 
     python scripts/bench_train.py 4B                                      one GPU
-    python scripts/bench_train.py 8B --gpus 2 --max-tokens-per-gpu 4096     data parallel, optimizer states split
+    python scripts/bench_train.py 8B --gpus 2 --max-tokens-per-gpu 4096  data parallel, optimizer states split
     python scripts/bench_train.py tiny --device cpu --length 256          a rehearsal
-    python scripts/bench_train.py 4B --profile                            the kernels that take the time
+    python scripts/bench_train.py 4B --profile  the kernels that take the time
 
-Counted are the model's operations, 6 for each weight and token (the head at response positions only) and those of causal
-attention; recomputation does not count. Last line: `train 4B 0.46 13228` = that share of the matrix peak measured in this run,
-tokens per second on all GPUs.
+Counted are the model's operations, 6 for each weight and token (the head at response positions
+only) and those of causal attention; recomputation does not count. Last line: `train 4B 0.46 13228`
+= that share of the matrix peak measured in this run, tokens per second on all GPUs.
 """
 
 import argparse

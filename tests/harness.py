@@ -21,14 +21,15 @@ def token_reward(args, sample):
     return (sum(sample.response_tokens) % 7) / 7
 
 
-def make_model(folder, rows=200, seed=0):
-    """A random model of the tiny model's shape, with train.jsonl and eval.jsonl of sums beside it. Returns the folder."""
+def make_model(folder, rows=200, seed=0, num_experts=0):
+    """A random model of the tiny model's shape, dense or with experts, with train.jsonl and eval.jsonl of sums
+    beside it. Returns the folder."""
     import make_tiny_model
 
     folder = str(folder)
     tokenizer = make_tiny_model.build_tokenizer()
     tokenizer.save_pretrained(folder)
-    make_tiny_model.build_model(tokenizer, seed).save_pretrained(folder)
+    make_tiny_model.build_model(tokenizer, seed, num_experts=num_experts).save_pretrained(folder)
     draw = random.Random(seed)
     for name, count in (("train", rows), ("eval", 8)):
         with open(os.path.join(folder, f"{name}.jsonl"), "w") as f:

@@ -25,6 +25,7 @@ LAYOUTS = {  # name: (ranks, tensor parallel, pipeline parallel, more)
     "dp4ep2-dist": (4, 1, 1, {**DISTRIBUTED, "expert_model_parallel_size": 2}),
     "ep2pp2": (4, 1, 2, {"expert_model_parallel_size": 2}),
     "ep2-dist": (2, 1, 1, {**DISTRIBUTED, "expert_model_parallel_size": 2}),
+    "tp2ep2-dist": (4, 2, 1, {**DISTRIBUTED, "expert_model_parallel_size": 2, "sequence_parallel": True}),
     "dp4-dist-bf16": (4, 1, 1, {**DISTRIBUTED, **BF16}), "tp2pp2-bf16": (4, 2, 2, BF16)}
 PAIRS = [  # (model, saved in, loaded in)
     ("qwen2-tied", "one", "tp2pp2"), ("qwen3", "one", "dp4-dist"), ("qwen2-tied", "one", "tp4"),
@@ -33,6 +34,7 @@ PAIRS = [  # (model, saved in, loaded in)
     ("qwen2-tied", "tp2pp2-bf16", "dp4-dist-bf16"),
     ("qwen2-tied", "pp2dp2-dist", "tp2"), ("qwen2-tied", "tp2pp2", "dp2"), ("qwen3", "tp2", "pp2"), ("qwen2-tied", "pp2", "tp2"),
     ("qwen2-tied", "pp2", "one"), ("qwen2-tied", "dp4-dist", "one"),
+    ("qwen3_moe", "one", "tp2ep2-dist"), ("qwen3_moe", "tp2ep2-dist", "ep2-dist"),
     ("qwen3_moe", "one", "dp4ep2-dist"), ("qwen3_moe", "dp4ep2-dist", "ep4"), ("qwen3_moe", "ep4", "dp4ep2-dist"),
     ("qwen3_moe", "dp4ep2-dist", "ep2pp2"), ("qwen3_moe", "ep4", "tp2"), ("qwen3_moe", "tp2", "ep2-dist"),
     ("qwen3_moe", "ep2-dist", "one")]

@@ -1,5 +1,6 @@
 """The whole loop on real parts: two SGLang servers on the CPU, Megatron ranks over gloo, Ray. Hugging Face is the oracle."""
 
+import contextlib
 import copy
 import os
 
@@ -24,10 +25,16 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engines(model, tmp_path_factory):
     """Two servers, shared by the tests of this file: each launch joins them anew and sends its own weights first."""
+    with servers(model, tmp_path_factory.mktemp("engines"), 2) as urls:
+        yield urls
+
+
+@contextlib.contextmanager
+def servers(model, out, count, **changes):
     os.environ["PYTHONPATH"] = os.pathsep.join([harness.ROOT, harness.TESTS])
-    args = parse_args(harness.flags(model, tmp_path_factory.mktemp("engines"), "engines", rollout_num_gpus=2))
+    args = parse_args(harness.flags(model, out, "engines", rollout_num_gpus=count, **changes))
     placement.start_ray(args)
-    actors = [SGLangEngine.remote(rank, args) for rank in range(2)]
+    actors = [SGLangEngine.remote(rank, args) for rank in range(count)]
     try:
         yield ray.get([actor.start.remote() for actor in actors], timeout=240)
     finally:
@@ -36,6 +43,7 @@ def engines(model, tmp_path_factory):
 
 def launch(model, urls, out, name, **changes):
     args = parse_args(harness.flags(model, out, name, urls, **changes))
+    placement.take_folder(args)
     trainers, rollout = placement.launch(args, [])
     return args, trainers, rollout
 
@@ -142,6 +150,7 @@ def test_colocated_engines_give_their_memory_back_and_go_on(model, engines, tmp_
     args = parse_args(harness.flags(model, tmp_path, "run", engines, colocate=True, actor_num_gpus_per_node=2, partial_rollout=True,
                                     over_sampling_batch_size=16, rollout_max_response_len=200, max_tokens_per_gpu=512, lr=1e-4,
                                     save_debug_rollout_data=data), "train_sync.py")
+    placement.take_folder(args)
     trainers, rollout = placement.launch(args, [])
     try:
         rows = steps(train_sync.train, args, trainers, rollout, 0, 4, "part")
@@ -152,3 +161,31 @@ def test_colocated_engines_give_their_memory_back_and_go_on(model, engines, tmp_
     finally:
         for actor in [*trainers, rollout]:
             ray.kill(actor)
+
+
+@pytest.mark.contract
+def test_a_mixture_of_experts_on_real_parts(tmp_path):
+    """Two ranks share the experts out (expert parallel 2). After each sync the engine samples with exactly their weights: its
+    log-probs are those of the exported version by Hugging Face, and of no other."""
+    model, data = harness.make_model(tmp_path / "model", num_experts=8), str(tmp_path / "{step}.npz")
+    os.makedirs(tmp_path / "engine")
+    with servers(model, tmp_path / "engine", 1, sglang_enable_return_routed_experts=True) as urls:
+        args, trainers, rollout = launch(model, urls, tmp_path, "run", actor_num_gpus_per_node=2, expert_model_parallel_size=2,
+                                         parity_interval=1, save_debug_rollout_data=data)
+        try:
+            exports = [model]
+            for step in range(3):
+                row, = steps(train_async.train, args, trainers, rollout, step, step + 1, f"part{step}")
+                assert row["staleness/max"] == 0 and row["sync/bytes"] == 4 * count_parameters(model)
+                assert row["parity/coverage"] == 1 and row["parity/mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0
+                assert row["parity/routing_mismatch"] == 0
+                exports.append(str(tmp_path / f"version{step + 1}"))
+                ray.get([trainer.export.remote(exports[-1]) for trainer in trainers])
+            for step in range(3):
+                right = differences(data.format(step=step), exports[step], 1.0)
+                wrong = differences(data.format(step=step), exports[step + 1], 1.0)
+                print(f"step {step}: max |engine - trainer| {right:.1e}; with the next version's weights {wrong:.1e}")
+                assert right < 1e-4 and wrong > 1e-2
+        finally:
+            for actor in [*trainers, rollout]:
+                ray.kill(actor)
