@@ -83,7 +83,8 @@ def latest(args, without=()):
         raise ValueError(f"--load {args.load}: there is no whole checkpoint in {args.save}; start anew under another --run-name")
     step = max(found)
     if found[step]["bf16"] != args.bf16:
-        raise ValueError(f"--load {args.load}: the checkpoint was saved with --bf16 {found[step]['bf16']}, this run has {args.bf16}")
+        raise ValueError(f"--load {args.load}: the checkpoint was saved with --bf16 {found[step]['bf16']}, this run has "
+                         f"{args.bf16}")
     return step, os.path.join(args.save, f"step_{step:07d}")
 
 
@@ -99,8 +100,8 @@ def load(args, trainers, rollout):
         bad = sorted(sum(found, [])) if trainers else damaged(folder, dict(files))
         if not bad:
             break
-        print(f"warning: checkpoint {folder} is damaged and is left aside: {', '.join(bad[:3])}: the bytes are not those that were "
-              f"written", flush=True)
+        print(f"warning: checkpoint {folder} is damaged and is left aside: {', '.join(bad[:3])}: the bytes are not those that "
+              f"were written", flush=True)
         without.append(step)
         if not args.eval_only:        # else it would count as one of --keep-checkpoints
             shutil.rmtree(folder + ".damaged", ignore_errors=True)

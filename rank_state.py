@@ -30,7 +30,7 @@ def layout(optimizer):
 
 def masters(ddp, optimizer):
     """{parameter: (fp32 master, the torch optimizer's state dict, place)} of what this rank updates. The master is the parameter
-    itself, an fp32 copy, or with the distributed optimizer a slice of one of these, from element `place` of the flat parameter."""
+    itself, a copy, or with the distributed optimizer a slice of one of these, from element `place` of the flat parameter."""
     found = {}
     for o in optimizer.chained_optimizers:
         if isinstance(o, DistributedOptimizer):
@@ -125,8 +125,8 @@ def load(path, ddp, optimizer, scheduler, hf):
             torch.cuda.set_rng_state(files[0]["random"]["cuda"])
         tensor_parallel.get_cuda_rng_tracker().set_states(files[0]["random"]["tracker"])
     elif dist.get_rank() == 0:
-        print(f"{name}_*.pt were saved in the layout {first['layout']}, and are loaded into {layout(optimizer)}: random states of "
-              "the ranks are not kept, all else is", flush=True)
+        print(f"{name}_*.pt were saved in the layout {first['layout']}, and are loaded into {layout(optimizer)}: random states "
+              "of the ranks are not kept, all else is", flush=True)
 
 
 def read(path):
@@ -146,7 +146,8 @@ def index(files):
         moments = [name for name, value in state.items() if value.dim()]
         flat = {"weights": (0, row["weights"].flatten())}
         if "master" in row:
-            flat |= {name: (row["place"], t.flatten()) for name, t in [("master", row["master"]), *((m, state[m]) for m in moments)]}
+            held = {"master": row["master"], **{name: state[name] for name in moments}}
+            flat |= {name: (row["place"], t.flatten()) for name, t in held.items()}
         for i, (_, names) in enumerate(row["blocks"]):
             piece = {"part": row["part"], "shape": row["shape"] if len(row["blocks"]) == 1 else row["shape"][1:],
                      "fields": {name: (place - i * size, t) for name, (place, t) in flat.items()}}

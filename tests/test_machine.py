@@ -1,5 +1,5 @@
 """Random sequences of everything that can happen to the groups of a stream, against a model of a few lines: where each group is,
-how many may be out, and how old a sample may be when it is trained. `hypothesis` draws the sequences and shortens those that fail.
+how many may be out, and how old a sample may be when it is trained. `hypothesis` draws them and shortens those that fail.
 """
 
 import json
@@ -28,8 +28,9 @@ class Life(RuleBasedStateMachine):
         self.path = os.path.join(self.folder, "ledger.jsonl")
 
     @initialize(required=st.integers(1, 3), k=st.sampled_from((1, 1, 2, 3)), quarters=st.sampled_from((0, 2, 4, 10)),
-                slack=st.sampled_from((1, 0, 2, None)), policy=st.sampled_from(("wait", "wait", "drop")), partial=st.sampled_from((True, True, False)),
-                n=st.integers(1, 2), rows=st.integers(3, 7), epochs=st.sampled_from((None, None, 4)))
+                slack=st.sampled_from((1, 0, 2, None)), policy=st.sampled_from(("wait", "wait", "drop")),
+                partial=st.sampled_from((True, True, False)), n=st.integers(1, 2), rows=st.integers(3, 7),
+                epochs=st.sampled_from((None, None, 4)))
     def begin(self, required, k, quarters, slack, policy, partial, n, rows, epochs):
         self.required, self.k, self.partial = required, k, partial
         self.max_lag = None if slack is None else k - 1 + slack
@@ -105,8 +106,8 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(ticks=st.lists(st.tuples(st.lists(FATES, min_size=1, max_size=5), st.booleans()), min_size=1, max_size=6))
     def runs(self, ticks):
-        """The usual: for each running group, the oldest first, nothing comes, or a token of a sample, or the rest of a sample, or the
-        rest of all; what may start does; and the loop asks for a batch, or is still training."""
+        """The usual: for each running group, the oldest first, nothing comes, or a token of a sample, or the rest of it, or the
+        rest of the group; what may start does; and the loop asks for a batch, or is still training."""
         for fates, step in ticks:
             for number, fate in zip(self.at("flying"), fates):
                 sample = next((s for s in self.group(number).samples if s.status == "pending"), None)

@@ -1,4 +1,4 @@
-"""A checkpoint in one parallel layout, read in another: the tensors that transformers would see, of weights, fp32 masters and both
+"""A checkpoint in one parallel layout, read in another: the tensors that transformers would see, of weights, masters and both
 moments, are equal to the bit; and the training goes on as it would have in the layout that saved."""
 
 import json
@@ -23,7 +23,8 @@ LAYOUTS = {  # name: (ranks, tensor parallel, pipeline parallel, more)
     "tp2pp2": (4, 2, 2, {}), "tp4": (4, 4, 1, {}), "dp4-dist": (4, 1, 1, DISTRIBUTED), "tp2dp2-dist": (4, 2, 1, DISTRIBUTED),
     "pp2dp2-dist": (4, 1, 2, DISTRIBUTED), "ep4": (4, 1, 1, {"expert_model_parallel_size": 4}),
     "dp4ep2-dist": (4, 1, 1, {**DISTRIBUTED, "expert_model_parallel_size": 2}),
-    "ep2pp2": (4, 1, 2, {"expert_model_parallel_size": 2}), "ep2-dist": (2, 1, 1, {**DISTRIBUTED, "expert_model_parallel_size": 2}),
+    "ep2pp2": (4, 1, 2, {"expert_model_parallel_size": 2}),
+    "ep2-dist": (2, 1, 1, {**DISTRIBUTED, "expert_model_parallel_size": 2}),
     "tp2ep2-dist": (4, 2, 1, {**DISTRIBUTED, "expert_model_parallel_size": 2, "sequence_parallel": True}),
     "dp4-dist-bf16": (4, 1, 1, {**DISTRIBUTED, **BF16}), "tp2pp2-bf16": (4, 2, 2, BF16)}
 PAIRS = [  # (model, saved in, loaded in)
@@ -42,15 +43,15 @@ LAUNCHES = (1, 4, 2, 1)     # numbers of ranks, one after the other: what is loa
 
 def arguments(layout):
     _, tp, pp, more = LAYOUTS[layout]
-    return Namespace(**{**vars(test_model.ARGS), "lr_decay_style": "cosine", "lr_decay_iters": 6, "tensor_model_parallel_size": tp,
-                        "pipeline_model_parallel_size": pp, **more})
+    return Namespace(**{**vars(test_model.ARGS), "lr_decay_style": "cosine", "lr_decay_iters": 6,
+                        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **more})
 
 
 def whole(ddp, optimizer, hf):
-    """{"weights" | "master" | "exp_avg" | "exp_avg_sq": {Hugging Face name: full tensor}}, gathered by collectives, and the step."""
+    """{"weights" | "master" | "exp_avg" | "exp_avg_sq": {Hugging Face name: full tensor}}, gathered, and the step."""
     from megatron.core import parallel_state as mpu
     slices, cut = {}, hasattr(optimizer.chained_optimizers[0], "shard_fp32_groups")
-    for o in optimizer.chained_optimizers:     # a second one is the experts'; slices: parameter -> (master, its state, first element)
+    for o in optimizer.chained_optimizers:     # a second one is the experts'; parameter -> (master, its state, first element)
         if cut:
             for params, shards in ((o.model_fp32_groups, o.shard_fp32_groups),
                                    (o.model_float16_groups, o.shard_fp32_from_float16_groups)):
