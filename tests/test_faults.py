@@ -110,7 +110,6 @@ def test_an_engine_that_dies_comes_back_with_the_current_weights(name, changes, 
     assert any(r["engine"] == 1 and r["time"] > up for r in records(tmp_path, "submit")), "it gets no requests any more"
     assert not any(r["engine"] == 1 and lost < r["time"] < up for r in records(tmp_path, "submit"))
     assert pair.report(0)["weights"] == pair.report(1)["weights"] and pair.report(0)["version"] == pair.report(1)["version"]
-    assert min(row["perf/engines"] for row in harness.metrics(tmp_path, "run")) == 1
 
 
 def test_an_engine_that_hangs_is_left_out_until_it_answers(model, fleet, tmp_path):
