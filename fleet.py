@@ -7,7 +7,6 @@ Only an engine that is up gets requests, and what it answers is taken only when 
 """
 
 import asyncio
-import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
