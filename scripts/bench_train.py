@@ -2,7 +2,8 @@
 packed 4k-token samples.
 
     python scripts/bench_train.py 4B                                      one GPU
-    python scripts/bench_train.py 8B --gpus 2 --max-tokens-per-gpu 4096  data parallel, optimizer states split
+    python scripts/bench_train.py 8B --gpus 2 --max-tokens-per-gpu 4096
+        data parallel, optimizer states split
     python scripts/bench_train.py tiny --device cpu --length 256          a rehearsal
     python scripts/bench_train.py 4B --profile  the kernels that take the time
 

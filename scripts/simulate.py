@@ -4,7 +4,8 @@ GPU is rented.
     python scripts/simulate.py --mode fully_async --gpus 64 --staleness-threshold 0.5 --partial-rollout
     python scripts/simulate.py --mode fully_async --split 16/48 --sweep threshold --plot threshold.png
     python scripts/simulate.py --fit runs/my_run  predicted beside measured
-    python scripts/simulate.py --fit runs/my_run --mode one_step_off  the same lengths and rates in another mode
+    python scripts/simulate.py --fit runs/my_run --mode one_step_off
+        the same lengths and rates in another mode
     python scripts/simulate.py --check  records five short runs and predicts them
 
 The scheduler is the real one, under a virtual clock: see virtual_clock.py.

@@ -1,7 +1,8 @@
-"""A long run under random faults, on light processes with the scripted engines of tests/, and what it
-lost: nothing, or this fails.
+"""A long run under random faults, on light processes with the scripted engines of tests/, and what
+it lost: nothing, or this fails.
 
-    python scripts/soak.py --steps 1000 --seed 1  engines die, hang, refuse and talk nonsense, rewards are slow or hang
+    python scripts/soak.py --steps 1000 --seed 1
+        engines die, hang, refuse and talk nonsense, rewards are slow or hang
       -> steps 1000 faults N lost 0 repeated 0 rss_growth_mb X fds_growth N leftover 0
     python scripts/soak.py --kills 200  runs of all three scripts, killed with SIGKILL and resumed
       -> kills 200 lost 0 repeated 0

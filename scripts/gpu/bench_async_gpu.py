@@ -1,21 +1,26 @@
-"""What the asynchronous modes gain on two GPUs, in samples trained per second, where answers have a long tail.
+"""What the asynchronous modes gain on two GPUs, in samples trained per second, where answers have a
+long tail.
 
-    python scripts/gpu/bench_async_gpu.py [--sglang-...]         Qwen3-0.6B's shape, 16 groups of 8 samples
-    python scripts/gpu/bench_async_gpu.py --shape 2.5-3B --groups 32 --prompt-tokens 1024 --threshold 2 --max-tokens-per-gpu 9216
-    python scripts/gpu/bench_async_gpu.py --device cpu           a rehearsal: the tiny model, lengths / 64
+    python scripts/gpu/bench_async_gpu.py [--sglang-...]  Qwen3-0.6B's shape, 16 groups of 8 samples
+    python scripts/gpu/bench_async_gpu.py --shape 2.5-3B --groups 32 --prompt-tokens 1024 \\
+        --threshold 2 --max-tokens-per-gpu 9216
+    python scripts/gpu/bench_async_gpu.py --device cpu  a rehearsal: the tiny model, lengths / 64
 
-Any other flag goes to train_*.py or the server. Everything is real: SGLang, Megatron, Ray, the weight sync. Weights are random, and
-so that this does not matter each sample has to be of a given length: lognormal, median 512, 1 % above 8,192, where it is cut; the
-same in every arm, since it follows from the prompt's row and the sample's index alone.
+Any other flag goes to train_*.py or the server. Everything is real: SGLang, Megatron, Ray, the
+weight sync. Weights are random, and so that this does not matter each sample has to be of a given
+length: lognormal, median 512, 1 % above 8,192, where it is cut; the same in every arm, since it
+follows from the prompt's row and the sample's index alone.
 
     sync           train_sync.py --colocate: both GPUs generate, then both train
     one_step_off   train_async.py, one GPU each
-    stale          train_fully_async.py: generation runs --threshold of a batch ahead, and is drained before a sync
+    stale          train_fully_async.py: generation runs --threshold of a batch ahead, and is
+                   drained before a sync
     partial        the same with --partial-rollout
 
-All arms have the same flags besides, and old log-probs are the engine's (bypass). The first steps of an arm are not counted. Last
-line: `async one_step_off 1.02 stale 0.98 partial 1.91`, samples per second relative to sync. In a short window the stream's short
-samples come first, so each arm also says how long its samples were, and its tokens per second.
+All arms have the same flags besides, and old log-probs are the engine's (bypass). The first steps
+of an arm are not counted. Last line: `async one_step_off 1.02 stale 0.98 partial 1.91`, samples per
+second relative to sync. In a short window the stream's short samples come first, so each arm also
+says how long its samples were, and its tokens per second.
 """
 
 import argparse

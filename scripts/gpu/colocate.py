@@ -1,11 +1,13 @@
-"""Engine and trainer share one GPU: plain, and with over-sampling and --partial-rollout. Memory of both sides, sync time,
-log-prob parity from the first sync to the last, and on a real model the reward.
+"""Engine and trainer share one GPU: plain, and with over-sampling and --partial-rollout. Memory of
+both sides, sync time, log-prob parity from the first sync to the last, and on a real model the
+reward.
 
     python scripts/gpu/colocate.py models/smollm2-135m --steps 50 [--sglang-...]
-    python scripts/gpu/colocate.py 0.6B --steps 4                       random weights, forced lengths with a long tail
+    python scripts/gpu/colocate.py 0.6B --steps 4  random weights, forced lengths with a long tail
 
-Ends with a line for each run, with the peaks of memory and what the engine keeps while it is training's turn. Parity is the mean
-|engine - trainer| of a token's log-prob on the same weights, over the first and the last five syncs.
+Ends with a line for each run, with the peaks of memory and what the engine keeps while it is
+training's turn. Parity is the mean |engine - trainer| of a token's log-prob on the same weights,
+over the first and the last five syncs.
 """
 
 import argparse

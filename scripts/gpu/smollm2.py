@@ -1,12 +1,15 @@
-"""SmolLM2-135M learns sums on GPUs, by three loops: reward over wall-clock time, evaluation before and after.
+"""SmolLM2-135M learns sums on GPUs, by three loops: reward over wall-clock time, evaluation before
+and after.
 
     python scripts/make_smollm2.py models/smollm2-135m
-    python scripts/gpu/smollm2.py models/smollm2-135m [--sglang-...]        any flag of train_*.py; yours come last and win
-    python scripts/gpu/smollm2.py --plot runs/smollm2_gpu                   the picture, afterwards and anywhere
+    python scripts/gpu/smollm2.py models/smollm2-135m [--sglang-...]
+        any flag of train_*.py; yours come last and win
+    python scripts/gpu/smollm2.py --plot runs/smollm2_gpu  the picture, afterwards and anywhere
 
-Two GPUs: `sync` is train_sync.py --colocate on both, `one_step_off` train_async.py and `partial` train_fully_async.py with
---partial-rollout, one GPU for each side. All see the same prompts in the same order and take the same number of steps. Task and
-score are reasoning-gym's, the evaluation is on 256 other sums. Last line: `smollm2 eval 0.14 -> 0.75`, of the last arm.
+Two GPUs: `sync` is train_sync.py --colocate on both, `one_step_off` train_async.py and `partial`
+train_fully_async.py with --partial-rollout, one GPU for each side. All see the same prompts in the
+same order and take the same number of steps. Task and score are reasoning-gym's, the evaluation is
+on 256 other sums. Last line: `smollm2 eval 0.14 -> 0.75`, of the last arm.
 """
 
 import argparse
