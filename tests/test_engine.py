@@ -432,4 +432,4 @@ def test_a_scripted_engine_ends_with_its_parent():
     assert not gone(pid)
     parent.send_signal(signal.SIGKILL)
     parent.wait(10)
-    until(lambda: gone(pid), 5, f"end of {pid}")
+    until(lambda: gone(pid), 20, f"end of {pid}")
