@@ -16,7 +16,7 @@ import time
 import traceback
 
 import ray
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from tqdm import tqdm
 
@@ -30,6 +30,9 @@ from trainer import TrainWorker
 from sync_weights import sync_weights
 from tracking import Tracker
 from watchdog import Watchdog, said
+
+
+HELD = []       # the placement groups of this process's run
 
 
 def run(train, args):
@@ -191,6 +194,7 @@ def users_place(args, trace):
 # ---- Ray --------------------------------------------------------------------------------------------------
 def start_ray(args):
     """A local cluster for this run alone, or the one at --ray-address. ValueError when it has too few GPUs (cores)."""
+    HELD.clear()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")          # Ray's 15 lets any other program stretch a step
@@ -223,6 +227,8 @@ def launch(args, engines):
     """Starts engines, training ranks and the rollout manager side by side and joins them. -> (trainers, rollout).
     `engines` is filled as they start, so that the caller can stop them when a later part fails."""
     started = time.time()
+    while HELD:                           # by a run before this one in the same cluster
+        remove_placement_group(HELD.pop())
     urls = args.rollout_external_engine_addrs
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)   # beside the run's folder
     manager = ray.remote(ReplayManager if args.replay and not args.replay_data_only else RolloutManager)
@@ -275,6 +281,7 @@ def reserve(args, what, bundles, size, actors, limit=120):
     if bundles == 0:
         return []
     group = placement_group([{"CPU": actors, unit(args): size}] * bundles, strategy="PACK")
+    HELD.append(group)
     if not group.wait(limit):
         raise RuntimeError(f"Ray found no place within {limit:g} s for {bundles} {what}, each with {size} free {unit(args)}(s) on "
                            f"one node")

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import os
-from types import SimpleNamespace
 
 import pytest
 import ray
@@ -34,7 +33,7 @@ def engines(model, tmp_path_factory):
 def servers(model, out, count, **changes):
     os.environ["PYTHONPATH"] = os.pathsep.join([harness.ROOT, harness.TESTS])
     args = parse_args(harness.flags(model, out, "engines", rollout_num_gpus=count, **changes))
-    placement.start_ray(SimpleNamespace(**{**vars(args), "rollout_num_gpus_per_engine": 32}))   # cores for every launch here
+    placement.start_ray(args)
     actors = [SGLangEngine.remote(rank, args) for rank in range(count)]
     try:
         yield ray.get([actor.start.remote() for actor in actors], timeout=240)

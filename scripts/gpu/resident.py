@@ -38,6 +38,7 @@ class RandomWorker(TrainWorker):
 def hold_gpus(count, args):
     """Reserves GPUs for as long as this process lives; training rank i of every run takes the i-th. Returns their ids."""
     options = placement.reserve(args, "GPU(s)", count, 1, 1)
+    placement.HELD.clear()                 # no launch frees them
     placement.reserve = lambda args, what, bundles, size, actors: options[:bundles * actors]
     if args.device == "cpu":
         return [None] * count
