@@ -13,7 +13,8 @@ import pytest
 import requests
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from safetensors import safe_open
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import engine
 import scripted_engine
@@ -225,6 +226,26 @@ def test_after_a_sync_the_answers_are_the_new_weights(server, models):
     sync(client, source, old, 2)
     source.close()
     check_fingerprints(expected(old), client.checksums(), client.url)
+
+
+def test_experts_spread_over_an_engines_ranks_keep_their_names(tmp_path):
+    """Two ranks with half of the experts each. SGLang's CPU experts cannot compute that way, so no token is asked for."""
+    torch.manual_seed(3)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        hidden_size=64, intermediate_size=96, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=VOCAB,
+        tie_word_embeddings=False)).float().save_pretrained(tmp_path / "model")
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        wanted = {name: (tuple(file.get_tensor(name).shape), fingerprint(file.get_tensor(name))) for name in file.keys()}
+    server = engine.Server(0, make_args(tmp_path / "model", tmp_path, rollout_num_gpus_per_engine=2,
+                                        sglang_args=["--ep-size", "2"]))
+    server.start()
+    try:
+        ranks = server.client.checksums()
+    finally:
+        server.stop(grace=0)
+    check_fingerprints(wanted, ranks, "E")
+    assert [{int(key.split(".")[5]) for key in rank if ".experts." in key} for rank in ranks] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
 
 
 def test_a_refused_verb_names_engine_and_verb(server):

@@ -1,9 +1,11 @@
 """The whole loop on real parts: two SGLang servers on the CPU, Megatron ranks over gloo, Ray. Hugging Face is the oracle."""
 
+import base64
 import contextlib
 import copy
 import os
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -30,15 +32,22 @@ def engines(model, tmp_path_factory):
 
 
 @contextlib.contextmanager
-def servers(model, out, count, **changes):
+def servers(model, out, count, tp=1, **changes):
     os.environ["PYTHONPATH"] = os.pathsep.join([harness.ROOT, harness.TESTS])
-    args = parse_args(harness.flags(model, out, "engines", rollout_num_gpus=count, **changes))
-    placement.start_ray(args)
+    args = parse_args(harness.flags(model, out, "engines", rollout_num_gpus=count * tp, rollout_num_gpus_per_engine=tp,
+                                    **changes))
+    first = not ray.is_initialized()
+    if first:
+        placement.start_ray(args)
     actors = [SGLangEngine.remote(rank, args) for rank in range(count)]
     try:
         yield ray.get([actor.start.remote() for actor in actors], timeout=240)
     finally:
-        placement.stop(actors)
+        if first:
+            placement.stop(actors)
+        else:                              # beside the engines of the other tests
+            for actor in actors:
+                ray.kill(actor)            # its server dies with it
 
 
 def launch(model, urls, out, name, **changes):
@@ -163,29 +172,62 @@ def test_colocated_engines_give_their_memory_back_and_go_on(model, engines, tmp_
             ray.kill(actor)
 
 
+def chosen_experts(sample, weights):
+    """By transformers: experts [response tokens, layers, k] that the position before each of them is sent to, sorted."""
+    from transformers import AutoModelForCausalLM
+
+    network, found = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval(), []
+    for layer in network.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, out: found.append(out[2]))
+    prompt, response = sample["prompt_tokens"], sample["response_tokens"]
+    with torch.no_grad():
+        network(torch.tensor([prompt + response]))
+    return torch.stack(found, 1)[len(prompt) - 1:-1].sort(-1).values.numpy()
+
+
 @pytest.mark.contract
+@pytest.mark.parallel
 def test_a_mixture_of_experts_on_real_parts(tmp_path):
-    """Two ranks share the experts out (expert parallel 2). After each sync the engine samples with exactly their weights: its
-    log-probs are those of the exported version by Hugging Face, and of no other."""
-    model, data = harness.make_model(tmp_path / "model", num_experts=8), str(tmp_path / "{step}.npz")
+    """An engine of two ranks, and trainers that share the experts out in three layouts. After each sync, which proves every
+    expert on both ranks, the engine samples with exactly their weights: its log-probs and its choice of experts are those of
+    the exported version by Hugging Face, and of no other."""
+    model = harness.make_model(tmp_path / "model", num_experts=8)
     os.makedirs(tmp_path / "engine")
-    with servers(model, tmp_path / "engine", 1, sglang_enable_return_routed_experts=True) as urls:
-        args, trainers, rollout = launch(model, urls, tmp_path, "run", actor_num_gpus_per_node=2, expert_model_parallel_size=2,
-                                         parity_interval=1, save_debug_rollout_data=data)
-        try:
-            exports = [model]
-            for step in range(3):
-                row, = steps(train_async.train, args, trainers, rollout, step, step + 1, f"part{step}")
-                assert row["staleness/max"] == 0 and row["sync/bytes"] == 4 * count_parameters(model)
-                assert row["parity/coverage"] == 1 and row["parity/mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0
-                assert row["parity/routing_mismatch"] == 0
-                exports.append(str(tmp_path / f"version{step + 1}"))
-                ray.get([trainer.export.remote(exports[-1]) for trainer in trainers])
-            for step in range(3):
-                right = differences(data.format(step=step), exports[step], 1.0)
-                wrong = differences(data.format(step=step), exports[step + 1], 1.0)
-                print(f"step {step}: max |engine - trainer| {right:.1e}; with the next version's weights {wrong:.1e}")
-                assert right < 1e-4 and wrong > 1e-2
-        finally:
-            for actor in [*trainers, rollout]:
-                ray.kill(actor)
+    flags = dict(sglang_enable_return_routed_experts=True, actor_num_gpus_per_node=4)
+    with servers(model, tmp_path / "engine", 1, tp=2, **flags) as urls:
+        for name, layout in (("ep2", dict(actor_num_gpus_per_node=2)),
+                             ("tp2-ep2-sp", dict(actor_num_gpus_per_node=4, tensor_model_parallel_size=2, sequence_parallel=True,
+                                                 use_distributed_optimizer=True)),
+                             ("pp2-ep2", dict(actor_num_gpus_per_node=4, pipeline_model_parallel_size=2))):
+            two_steps_of_experts(model, urls, tmp_path / name, **layout)
+
+
+def two_steps_of_experts(model, urls, out, **layout):
+    data = str(out / "{step}.npz")
+    args, trainers, rollout = launch(model, urls, out, "run", expert_model_parallel_size=2, parity_interval=1,
+                                     rollout_num_gpus_per_engine=2, save_debug_rollout_data=data, **layout)
+    try:
+        exports = [model]
+        for step in range(2):
+            row, = steps(train_async.train, args, trainers, rollout, step, step + 1, f"part{step}")
+            assert row["staleness/max"] == 0 and row["sync/bytes"] == 4 * count_parameters(model)
+            assert row["parity/coverage"] == 1 and row["parity/mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0
+            assert row["parity/routing_mismatch"] == 0
+            exports.append(str(out / f"version{step + 1}"))
+            ray.get([trainer.export.remote(exports[-1]) for trainer in trainers])
+        for step in range(2):
+            right = differences(data.format(step=step), exports[step], 1.0)
+            wrong = differences(data.format(step=step), exports[step + 1], 1.0)
+            print(f"{out.name} step {step}: max |engine - trainer| {right:.1e}; with the next version's weights {wrong:.1e}")
+            assert right < 1e-4 and wrong > 1e-2
+            moved = 0
+            for sample in (group["samples"][0] for group in harness.read_groups(data.format(step=step))):
+                (first, count, code), = sample["experts"]
+                assert (first, count) == (0, len(sample["response_tokens"]))
+                engine = np.sort(np.frombuffer(base64.b64decode(code), np.int32).reshape(count, 2, 2))
+                assert (engine == chosen_experts(sample, exports[step])).all()
+                moved += (engine != chosen_experts(sample, exports[step + 1])).sum()
+            assert moved > 0, "no token went to other experts with other weights: the comparison shows nothing"
+    finally:
+        for actor in [*trainers, rollout]:
+            ray.kill(actor)
