@@ -35,7 +35,7 @@ def serve(words):
 
 class Engines:
     """n engines, each at an address of its own that it keeps, forked from a server that has imported torch: one is back within a
-    moment. `deaths`: how many were found dead."""
+    moment, or once `again` is true. `deaths`: how many were found dead."""
 
     def __init__(self, n, again=True, **options):
         self.words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -60,7 +60,9 @@ class Engines:
                 if process and not process.is_alive():
                     process.join()
                     self.deaths += 1
-                    self.processes[i] = self.start(i) if self.again else None
+                    self.processes[i] = None
+                if self.processes[i] is None and self.again:
+                    self.processes[i] = self.start(i)
             time.sleep(0.02)
 
     def signal(self, i, how):

@@ -101,15 +101,22 @@ def test_an_engine_that_dies_comes_back_with_the_current_weights(name, changes, 
     """Killed in mid-generation: the other one takes its samples, from the tokens that they have; it is started again, joins the
     group and gets the next version, and requests."""
     pair = fleet(2)
-    killer = after(lambda: len(records(tmp_path, "trained")) >= 2, lambda: pair.signal(1, signal.SIGKILL))
-    light.succeed(name, harness.flags(model, tmp_path, "run", pair.urls, num_rollout=10, **QUICK, **changes))
-    check_nothing_is_lost(tmp_path, 10)
+
+    def kill():
+        pair.again = False
+        pair.signal(1, signal.SIGKILL)
+
+    killer = after(lambda: len(records(tmp_path, "trained")) >= 2, kill)
+    after(lambda: len(records(tmp_path, "trained")) >= 6, lambda: setattr(pair, "again", True))    # steps with one engine
+    light.succeed(name, harness.flags(model, tmp_path, "run", pair.urls, num_rollout=16, **QUICK, **changes))
+    check_nothing_is_lost(tmp_path, 16)
     assert states(tmp_path, 1) == ["lost", "ready", "up"] and states(tmp_path, 0) == []
     lost, _, up = (r["time"] for r in records(tmp_path, "engine"))
     assert 0 <= lost - killer.acted < 3
     assert any(r["engine"] == 1 and r["time"] > up for r in records(tmp_path, "submit")), "it gets no requests any more"
     assert not any(r["engine"] == 1 and lost < r["time"] < up for r in records(tmp_path, "submit"))
     assert pair.report(0)["weights"] == pair.report(1)["weights"] and pair.report(0)["version"] == pair.report(1)["version"]
+    assert min(row["perf/engines"] for row in harness.metrics(tmp_path, "run")) == 1
 
 
 def test_an_engine_that_hangs_is_left_out_until_it_answers(model, fleet, tmp_path):
