@@ -401,25 +401,7 @@ def derive(args, script):
     if args.device == "auto":
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         args.device = "cuda" if glob.glob("/dev/nvidia[0-9]*") and not hidden or args.dry_run and args.bf16 else "cpu"
-    args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
-    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    if args.world_size % model_parallel:
-        raise ValueError(f"--actor-num-nodes x --actor-num-gpus-per-node = {args.world_size} training ranks do not divide "
-                         f"by tensor x pipeline = {model_parallel}: change --actor-num-gpus-per-node")
-    args.data_parallel_size = args.world_size // model_parallel
-    if args.data_parallel_size % args.expert_model_parallel_size:
-        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size} does not divide the data-parallel "
-                         f"size: {args.world_size} training ranks / (tensor x pipeline = {model_parallel}) = "
-                         f"{args.data_parallel_size}")
-    if args.colocate and args.rollout_num_gpus not in (None, args.world_size):
-        raise ValueError(f"--colocate: the engines use the GPUs of the {args.world_size} training ranks; leave "
-                         f"--rollout-num-gpus {args.rollout_num_gpus} out")
-    args.rollout_num_gpus = args.world_size if args.colocate else args.rollout_num_gpus or args.rollout_num_gpus_per_engine
-    if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
-        raise ValueError(f"--rollout-num-gpus {args.rollout_num_gpus} does not divide by "
-                         f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}")
-    args.num_engines = (len(args.rollout_external_engine_addrs)
-                        or args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
+    derive_layout(args)
     args.groups_per_step = args.rollout_batch_size * args.require_batches
     args.samples_per_step = args.groups_per_step * args.n_samples_per_prompt
     args.global_batch_size = args.global_batch_size or args.samples_per_step
@@ -449,6 +431,29 @@ def derive(args, script):
     args.run_dir = os.path.abspath(os.path.join(args.output_dir, args.run_name))
     args.save = os.path.abspath(args.save or os.path.join(args.run_dir, "checkpoints"))
     args.record_path = samples_path(args.run_dir) if args.record and not args.without_engines else None
+
+
+def derive_layout(args):
+    """How many ranks and engines there are."""
+    args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
+    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if args.world_size % model_parallel:
+        raise ValueError(f"--actor-num-nodes x --actor-num-gpus-per-node = {args.world_size} training ranks do not divide "
+                         f"by tensor x pipeline = {model_parallel}: change --actor-num-gpus-per-node")
+    args.data_parallel_size = args.world_size // model_parallel
+    if args.data_parallel_size % args.expert_model_parallel_size:
+        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size} does not divide the data-parallel "
+                         f"size: {args.world_size} training ranks / (tensor x pipeline = {model_parallel}) = "
+                         f"{args.data_parallel_size}")
+    if args.colocate and args.rollout_num_gpus not in (None, args.world_size):
+        raise ValueError(f"--colocate: the engines use the GPUs of the {args.world_size} training ranks; leave "
+                         f"--rollout-num-gpus {args.rollout_num_gpus} out")
+    args.rollout_num_gpus = args.world_size if args.colocate else args.rollout_num_gpus or args.rollout_num_gpus_per_engine
+    if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
+        raise ValueError(f"--rollout-num-gpus {args.rollout_num_gpus} does not divide by "
+                         f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}")
+    args.num_engines = (len(args.rollout_external_engine_addrs)
+                        or args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
 
 
 def samples_path(run_dir):

@@ -77,7 +77,8 @@ def save(args, step, trainers, rollout):
 
 
 def latest(args, without=()):
-    """(step, folder) of the last whole checkpoint in args.save. ValueError if there is none or its precision is another."""
+    """(step, folder, its files {name: [size, checksum]}) of the last whole checkpoint in args.save. ValueError if there is none or
+    its precision is another."""
     found = {step: meta for step, meta in complete(args.save).items() if step not in without}
     if not found:
         raise ValueError(f"--load {args.load}: there is no whole checkpoint in {args.save}; start anew under another --run-name")
@@ -85,7 +86,7 @@ def latest(args, without=()):
     if found[step]["bf16"] != args.bf16:
         raise ValueError(f"--load {args.load}: the checkpoint was saved with --bf16 {found[step]['bf16']}, this run has "
                          f"{args.bf16}")
-    return step, os.path.join(args.save, f"step_{step:07d}")
+    return step, os.path.join(args.save, f"step_{step:07d}"), found[step]["files"]
 
 
 def load(args, trainers, rollout):
@@ -93,11 +94,10 @@ def load(args, trainers, rollout):
     touch the run's ledger."""
     without = []
     while True:
-        step, folder = latest(args, without)
-        files = sorted(complete(args.save)[step]["files"].items())
-        shares = [dict(files[i::len(trainers)]) for i in range(len(trainers))]
+        step, folder, files = latest(args, without)
+        shares = [dict(sorted(files.items())[i::len(trainers)]) for i in range(len(trainers))]
         found = ray.get([trainer.damaged.remote(folder, share) for trainer, share in zip(trainers, shares)])
-        bad = sorted(sum(found, [])) if trainers else damaged(folder, dict(files))
+        bad = sorted(sum(found, [])) if trainers else damaged(folder, files)
         if not bad:
             break
         print(f"warning: checkpoint {folder} is damaged and is left aside: {', '.join(bad[:3])}: the bytes are not those that "

@@ -53,7 +53,7 @@ class Fleet:
     def __init__(self, args, ledger):
         self.args, self.ledger, self.lanes = args, ledger, []
         self.party = []                # the engines of the sync that is under way, or was last
-        self.joined = None             # who is in the broadcast group: {(rank, restarts)}
+        self.joined = None             # the members of the broadcast group
         self.quiet = True              # no request is open: they get weights, or are lent to the training
         self.updating = None           # the engines, to the weights of a sync
         self.stages = []               # what the trainers send, see WeightSender.join
@@ -236,8 +236,11 @@ class Fleet:
         self.need(self.party)
         await self.give_back("weights")
         self.party = [lane for lane in self.party if lane.state in ("up", "ready")]
-        now = {(lane.rank, lane.restarts) for lane in self.party}
-        return None if now == self.joined else [lane.url for lane in self.party]
+        return None if self.members() == self.joined else [lane.url for lane in self.party]
+
+    def members(self):
+        """Of a broadcast group that the trainers would form with the engines of this sync."""
+        return {(lane.rank, lane.restarts) for lane in self.party}
 
     def update(self, version, stages=None):
         """Asks every engine of the sync to receive the stages, one after the other, and to call itself `version` behind the last.
@@ -245,7 +248,7 @@ class Fleet:
         no group where a colocated rank shows its engine the weights itself), or as before."""
         if stages is not None:
             self.stages = sorted(stages, key=lambda stage: stage["stage"])
-            self.joined = {(lane.rank, lane.restarts) for lane in self.party}
+            self.joined = self.members()
         self.updating = asyncio.create_task(self.receive(version))
 
     async def receive(self, version):

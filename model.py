@@ -150,21 +150,7 @@ def megatron_config(hf, args):
     """Reads of args: tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size,
     sequence_parallel, bf16 and recompute_granularity ("full" or None)."""
     check_layout(hf, args)
-    tp, pp, ep = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
-    experts = {}
-    if hf.model_type == "qwen3_moe":
-        experts = dict(
-            num_moe_experts=hf.num_experts,
-            moe_router_topk=hf.num_experts_per_tok,
-            moe_ffn_hidden_size=hf.moe_intermediate_size,
-            # the softmax of the chosen is the softmax of all divided by their sum, which is norm_topk_prob
-            moe_router_pre_softmax=not hf.norm_topk_prob,
-            # as transformers and SGLang do: logits in the model's dtype, softmax in fp32. In fp32 they would be ordered
-            # where the engine sees a tie
-            moe_router_dtype=None,
-            moe_router_load_balancing_type="none",  # no loss but the policy's; no token is ever dropped
-            expert_model_parallel_size=ep,
-        )
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     full_recompute = args.recompute_granularity == "full"
     return TransformerConfig(
@@ -207,7 +193,23 @@ def megatron_config(hf, args):
         bias_activation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **experts,
+        **(expert_fields(hf, args) if hf.model_type == "qwen3_moe" else {}),
+    )
+
+
+def expert_fields(hf, args):
+    """What the configuration of a mixture of experts has besides."""
+    return dict(
+        num_moe_experts=hf.num_experts,
+        moe_router_topk=hf.num_experts_per_tok,
+        moe_ffn_hidden_size=hf.moe_intermediate_size,
+        # the softmax of the chosen is the softmax of all divided by their sum, which is norm_topk_prob
+        moe_router_pre_softmax=not hf.norm_topk_prob,
+        # as transformers and SGLang do: logits in the model's dtype, softmax in fp32. In fp32 they would be ordered
+        # where the engine sees a tie
+        moe_router_dtype=None,
+        moe_router_load_balancing_type="none",  # no loss but the policy's; no token is ever dropped
+        expert_model_parallel_size=args.expert_model_parallel_size,
     )
 
 

@@ -91,8 +91,7 @@ class WeightSender:
         if not self.sends:
             return None
         size = 0 if self.in_place and dist.get_rank() else sum(map(bucket_bytes, self.plan))
-        tensors = [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape in self.tensors]
-        return {"stage": mpu.get_pipeline_model_parallel_rank(), "group": self.name, "tensors": tensors, "bytes": size,
+        return {"stage": mpu.get_pipeline_model_parallel_rank(), "group": self.name, "tensors": self.tensors, "bytes": size,
                 "limit": self.args.update_weight_buffer_size, "timeout": self.timeout * len(self.plan)}
 
     def plan_buckets(self):

@@ -252,9 +252,10 @@ class TrainWorker:
             other = (chosen != torch.zeros_like(chosen).scatter(1, experts, True)).any(-1)
             counts.add_(torch.stack([other.sum(), here.sum()]))
 
-        hooks = []
-        for router in (module for module in self.model.modules() if isinstance(module, TopKRouter)):
-            said = iter([self.engine_routing(batch, micro, version) for micro in micros])
+        routers = [module for module in self.model.modules() if isinstance(module, TopKRouter)]
+        rows, hooks = [self.engine_routing(batch, micro, version) for micro in micros if routers], []
+        for router in routers:
+            said = iter(rows)
             hooks.append(router.register_forward_hook(lambda router, _, output, said=said: compare(router, said, output)))
         try:
             yield

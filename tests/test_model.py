@@ -4,6 +4,7 @@ Cases are grouped by world size: one set of processes runs all cases of its size
 below compare with their bounds.
 """
 import base64
+import contextlib
 import copy
 import functools
 import json
@@ -516,6 +517,21 @@ def worker(rank, world, port, cases, folder):
     dist.destroy_process_group()
 
 
+def run_ranks(worker, world, jobs, folder, seconds):
+    """worker(rank, world, port, jobs, folder) in a process for each rank. mp.ProcessExitedException when one fails."""
+    multiprocessing.set_forkserver_preload(["model"])  # imported once for all processes
+    port = pick_port(None, "127.0.0.1", "rendezvous")
+    context = mp.start_processes(worker, (world, port, jobs, folder), world, join=False, start_method="forkserver")
+    deadline = time.time() + seconds
+    try:
+        while not context.join(timeout=1):
+            assert time.time() < deadline, f"the {world} processes did not finish in {seconds} s"
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(tmp_path_factory.mktemp("models"))
@@ -532,19 +548,8 @@ def outcome(folder):
             if not os.path.exists(os.path.join(folder, name)):
                 reference(name)["initial"].save_pretrained(os.path.join(folder, name))
         torch.save({c[2]: reference(c[2]) for c in mine}, os.path.join(folder, f"references{world}.pt"))
-        port = pick_port(None, "127.0.0.1", "rendezvous")
-        multiprocessing.set_forkserver_preload(["model"])  # imported once for all processes
-        context = mp.start_processes(worker, (world, port, mine, folder), world, join=False, start_method="forkserver")
-        deadline = time.time() + 240
-        try:
-            while not context.join(timeout=1):
-                assert time.time() < deadline, f"the {world} processes did not finish in 240 s"
-        except mp.ProcessExitedException:
-            pass  # the case's own error is in its file
-        finally:
-            for process in context.processes:
-                if process.is_alive():
-                    process.kill()
+        with contextlib.suppress(mp.ProcessExitedException):  # the case's own error is in its file
+            run_ranks(worker, world, mine, folder, 240)
 
     def get(label):
         world = next(c[3] for c in CASES if c[0] == label)

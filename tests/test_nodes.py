@@ -15,7 +15,6 @@ from ray.cluster_utils import Cluster
 import engine
 import harness
 import placement
-import scripted_server
 
 
 @contextlib.contextmanager

@@ -2,9 +2,7 @@
 moments, are equal to the bit; and the training goes on as it would have in the layout that saved."""
 
 import json
-import multiprocessing
 import os
-import time
 import traceback
 from argparse import Namespace
 
@@ -14,7 +12,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import test_model
-from engine import pick_port
 
 pytestmark = [pytest.mark.contract, pytest.mark.parallel]
 DISTRIBUTED, BF16 = {"use_distributed_optimizer": True}, {"bf16": True}
@@ -148,26 +145,17 @@ def folder(tmp_path_factory):
     folder, started = str(tmp_path_factory.mktemp("layouts")), []
     for name in {pair[0] for pair in PAIRS}:
         test_model.make_hf(name).save_pretrained(os.path.join(folder, name))
-    multiprocessing.set_forkserver_preload(["model"])
     done = set()
     for world in LAUNCHES:
         mine = [pair for pair in PAIRS if LAYOUTS[pair[2]][0] == world and pair not in done]
         starts = {pair[:2] for pair in PAIRS if LAYOUTS[pair[1]][0] == world} - done
         jobs = [*sorted(starts), *(pair for pair in mine if pair[:2] in starts | done)]
         done |= set(jobs)
-        port = pick_port(None, "127.0.0.1", "rendezvous")
-        context = mp.start_processes(worker, (world, port, jobs, folder), world, join=False, start_method="forkserver")
-        deadline = time.time() + 180
         try:
-            while not context.join(timeout=1):
-                assert time.time() < deadline, f"{world} processes did not finish in 180 s"
+            test_model.run_ranks(worker, world, jobs, folder, 180)
         except mp.ProcessExitedException:
             with open(os.path.join(folder, "error")) as f:
                 pytest.fail(f.read())
-        finally:
-            for process in context.processes:
-                if process.is_alive():
-                    process.kill()
     return folder
 
 
