@@ -3,22 +3,24 @@
 import torch
 
 ALIGN = 16      # bytes: a tensor of any dtype may follow one of any other, and copies stay wide
+LAST = 64 << 20 # bytes: no bucket is cut smaller, see `cut`
 FORMAT = "offbeat_buckets"      # load_format of the request is FORMAT=LIMIT
 FLUSHED = "cache flushed"       # in the answer, when it was
 
 
 def cut(tensors, limit):
     """tensors: [(name, dtype, shape)] -> [[(name, dtype, shape, first byte, bytes)], ...]: buckets of at most `limit` bytes, in
-    order. A larger tensor has a bucket of its own."""
-    plan, end = [], limit + 1
-    for name, dtype, shape in tensors:
-        size = torch.Size(shape).numel() * dtype.itemsize
+    order. A larger tensor has a bucket of its own. A bucket is at most half of what is left, down to LAST bytes: nothing flies
+    while the first one is filled and the last one loaded."""
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in tensors]
+    left, plan, room, end = sum(sizes), [], 0, 1
+    for (name, dtype, shape), size in zip(tensors, sizes):
         start = -(-end // ALIGN) * ALIGN
-        if start + size > limit:
+        if start + size > room:
             plan.append([])
-            start = 0
+            start, room = 0, min(limit, max(left // 2, LAST))
         plan[-1].append((name, dtype, torch.Size(shape), start, size))
-        end = start + size
+        end, left = start + size, left - size
     return plan
 
 

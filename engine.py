@@ -96,13 +96,12 @@ class EngineClient:
             "group_name": name, "backend": backend})
 
     def update_from_distributed(self, tensors, group_name, limit, version=None, timeout=None):
-        """Receives tensors [(name, dtype, shape)] from rank 0 of the group, in buckets of at most `limit` bytes (buckets.py),
-        loads them, and then calls itself `version` if one is given. Returns whether the cached prefixes are forgotten: they are
-        not when a request was still on its way out."""
-        names, dtypes, shapes = zip(*tensors)
-        dtypes, shapes = [str(dtype).removeprefix("torch.") for dtype in dtypes], [list(shape) for shape in shapes]
+        """Receives tensors [(name, dtype, shape)] (empty: those of the group's request before) from rank 0 of the group, in buckets
+        of at most `limit` bytes (buckets.py), loads them, and then calls itself `version` if one is given. Returns whether the
+        cached prefixes are forgotten: they are not when a request was still on its way out."""
         answer = self.call("POST", "update_weights_from_distributed", {
-            "names": names, "dtypes": dtypes, "shapes": shapes,
+            "names": [name for name, _, _ in tensors], "dtypes": [str(dtype).removeprefix("torch.") for _, dtype, _ in tensors],
+            "shapes": [list(shape) for *_, shape in tensors],
             "group_name": group_name, "load_format": f"{buckets.FORMAT}={limit}", "flush_cache": True,
             "weight_version": None if version is None else str(version)}, timeout=timeout)
         return buckets.FLUSHED in answer.json()["message"]

@@ -255,9 +255,10 @@ class Fleet:
         sent = [stage for stage in self.stages if stage["group"]]
         for stage in sent:
             named = version if stage is sent[-1] else None
+            tensors = stage.pop("tensors", ())                     # a group is told once
             flushed = await asyncio.gather(*(
-                self.call(lane, "update_from_distributed", stage["tensors"], stage["group"], stage["limit"], named,
-                          stage["timeout"]) for lane in self.party))
+                self.call(lane, "update_from_distributed", tensors, stage["group"], stage["limit"], named, stage["timeout"])
+                for lane in self.party))
         if not (sent and all(flushed)):                            # a cache that was lent is empty
             await self.everyone("flush_cache", FLUSH_PATIENCE, among=[lane for lane in self.party if not lane.lent])
 

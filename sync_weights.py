@@ -39,10 +39,11 @@ def sync_weights(trainers, rollout, version):
     started = time.time()
     version = version if trainers else 0      # --debug-rollout-only: the engines keep what they loaded
     while True:
+        resting = rollout.rest.remote(version)
         for trainer in trainers:
-            trainer.prepare_weights.remote()  # while the engines come to rest
+            trainer.prepare_weights.remote()  # meanwhile
         try:
-            if urls := ray.get(rollout.rest.remote(version)):
+            if urls := ray.get(resting):
                 name = uuid.uuid4().hex[:8]   # a new group each time
                 stages = ray.get([trainer.join_engines.remote(urls, name) for trainer in trainers])
                 ray.get(rollout.update.remote(version, [stage for stage in stages if stage]))

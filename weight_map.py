@@ -49,8 +49,8 @@ COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # files of a
 
 
 def table(model):
-    """[(parameter, kind, [Hugging Face names])] of this pipeline stage, in a fixed order: the experts last. They are named all,
-    also those of other ranks."""
+    """[(parameter, kind, [Hugging Face names])] of this pipeline stage, in a fixed order: the experts last, and first what is as
+    large as the vocabulary, for the last bucket of a sync to be a small one. Experts are named all, also those of other ranks."""
     gpt = unwrap_model(model)
     offset = get_transformer_layer_offset(gpt.config)
     rows = []
@@ -63,7 +63,7 @@ def table(model):
             experts = range(gpt.config.num_moe_experts) if kind.startswith("experts") else [None]
             names = [f"model.layers.{int(layer) + offset}.{n}".format(expert) for expert in experts for n in names]
         rows.append((param, kind, names))
-    return sorted(rows, key=lambda row: row[1].startswith("experts"))
+    return sorted(rows, key=lambda row: (row[1] != "vocab", row[1].startswith("experts")))
 
 
 # ---- Hugging Face -> Megatron ---------------------------------------------------------------------------------------

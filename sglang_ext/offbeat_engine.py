@@ -67,7 +67,9 @@ def update_weights(original, updater, names, dtypes, shapes, group_name, load_fo
     if not (load_format or "").startswith(FORMAT + "="):
         return original(updater, names, dtypes, shapes, group_name, load_format)
     try:
-        receive(updater, (tuple(names), tuple(dtypes), tuple(map(tuple, shapes)), int(load_format.partition("=")[2])), group_name)
+        if names:
+            TOLD[group_name] = tuple(names), tuple(dtypes), tuple(map(tuple, shapes)), int(load_format.partition("=")[2])
+        receive(updater, TOLD[group_name], group_name)
     except Exception as error:
         return False, f"receiving weights: {type(error).__name__}: {error}; those of this engine are partly new"
     return True, "weights received"
@@ -93,7 +95,8 @@ class Copy:
     read: object = None      # what it found behind the last copy
 
 
-LAID, COPIES, BUFFERS = {}, {}, [None, None]   # of a stage, by what the request says of it: the same from sync to sync
+TOLD = {}                                      # group -> what its first request says: hundreds of names, which cost 2 ms
+LAID, COPIES, BUFFERS = {}, {}, [None, None]   # of a stage, by what was said of it: the same from sync to sync
 
 
 def receive(updater, key, group_name):
@@ -224,8 +227,8 @@ def pieces(path, module, leaf, t):
 def expert_pieces(path, module, leaf, t):
     """The same of a layer's experts [expert, rows, columns]: w13_weight has each one's gate above its up."""
     method = module.quant_method
-    if type(method).__name__ != "UnquantizedFusedMoEMethod" or (method.use_triton_kernels or method.use_flashinfer_trtllm_moe
-                                                                or method.use_flashinfer_cutlass or method.w13_swiglu_interleaved):
+    reordered = ("use_triton_kernels", "use_flashinfer_trtllm_moe", "use_flashinfer_cutlass", "w13_swiglu_interleaved")
+    if type(method).__name__ != "UnquantizedFusedMoEMethod" or any(getattr(method, flag, False) for flag in reordered):
         raise NotImplementedError(f"no fingerprint for {path}.{leaf}: this backend reorders the experts; use "
                                   "--sglang-moe-runner-backend triton")
     first, rank = module._expert_storage_rank * module._num_local_routed, module.moe_tp_rank

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+import buckets
 import engine
 import scripted_engine
 from engine import EngineClient, EngineError
@@ -226,6 +227,14 @@ def test_after_a_sync_the_answers_are_the_new_weights(server, models):
     sync(client, source, old, 2)
     source.close()
     check_fingerprints(expected(old), client.checksums(), client.url)
+
+
+def test_buckets_get_smaller_towards_the_last(monkeypatch):
+    """At most 64 bytes and half of what is left, 80, 48, 24, 16, but 16 at least: of ten tensors of 16 bytes."""
+    monkeypatch.setattr(buckets, "LAST", 16)
+    plan = buckets.cut([(str(i), torch.float32, (2, 2)) for i in range(10)], 64)
+    assert [[int(name) for name, *_ in bucket] for bucket in plan] == [[0, 1, 2, 3], [4, 5, 6], [7], [8], [9]]
+    assert [[start for *_, start, _ in bucket] for bucket in plan] == [[0, 16, 32, 48], [0, 16, 32], [0], [0], [0]]
 
 
 def test_experts_spread_over_an_engines_ranks_keep_their_names(tmp_path):

@@ -50,7 +50,7 @@ def parse(argv=None):
 
 def recipe(options, name, script, own, gpus):
     """The arguments of one run on SmolLM2; `own` come last and win."""
-    words = ["--hf-checkpoint", options.model, "--prompt-data", f"{TASK}&size=20000&seed=1", "--rollout-max-prompt-len", "32",
+    words = ["--hf-checkpoint", options.model, "--prompt-data", f"{TASK}&size=4000&seed=1", "--rollout-max-prompt-len", "32",
              "--num-rollout", str(options.steps), "--rollout-batch-size", "32", "--n-samples-per-prompt", "8",
              "--rollout-max-response-len", "8", "--rm-type", "reasoning_gym",
              "--eval-prompt-data", "sums", f"{TASK}&size=256&seed=100000", "--eval-interval", "10",
@@ -113,7 +113,7 @@ def plot(folder):
     figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for i, name in enumerate(ARMS):
         run_dir = os.path.join(folder, name)
-        if not os.path.exists(os.path.join(run_dir, "eval.jsonl")):
+        if not os.path.exists(os.path.join(run_dir, "eval.jsonl")) or not curve(run_dir):
             continue
         times, rewards = zip(*curve(run_dir))
         axis.plot(times, rewards, color=f"C{i}", alpha=0.35)
