@@ -7,6 +7,7 @@ engines over HTTP; the engine actors only own the processes.
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import inspect
 import json
@@ -110,6 +111,7 @@ class RolloutManager:
         """Answers once the data and the tokenizer are there."""
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))      # an open request is an open file
+        gc.freeze()      # see placement.launch
         self.watchdog.start()
 
     def connect(self, urls, actors=()):

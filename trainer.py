@@ -6,6 +6,7 @@ computed by each of them alike, without any communication; only log-probs and gr
 
 import base64
 import contextlib
+import gc
 import math
 import os
 import time
@@ -63,6 +64,7 @@ class TrainWorker:
 
     def ready(self):
         """Answers once the constructor is through: an error in it surfaces here."""
+        gc.freeze()      # see placement.launch
         self.watchdog.start()
 
     # ---- one step -----------------------------------------------------------------------------------------

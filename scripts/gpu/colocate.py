@@ -48,7 +48,7 @@ def main():
 
 def own_flags(options, folder):
     """What a shape needs in place of the recipe's task; also makes its folder."""
-    if os.path.isdir(options.name):
+    if os.path.isdir(options.model):
         return []
     longest = 1024 if options.device == "cuda" else 64
     options.model = make_shape(options.name, folder)
