@@ -15,7 +15,9 @@ SERVER=() SYNC=(tiny --syncs 5) TRAIN=(tiny --length 256) TRAIN2=("${TRAIN[@]}" 
 SMOLLM2=(--steps 2 --rollout-batch-size 4 --max-tokens-per-gpu 1024) SHARED=(tiny --steps 2)
 if [[ "$DEVICE" == cuda ]]; then
   read -ra SERVER <<< "${SERVER_ARGS:---sglang-attention-backend fa3 --sglang-sampling-backend pytorch}"
-  SYNC=(0.6B 4B 8B) TRAIN=(4B) TRAIN2=(8B --gpus 2 --max-tokens-per-gpu 4096) ASYNC=() SMOLLM2=() SHARED=(0.6B --steps 4)
+  SYNC=(0.6B 4B 8B) TRAIN=(4B) TRAIN2=(8B --gpus 2 --max-tokens-per-gpu 4096) SMOLLM2=() SHARED=(0.6B --steps 4)
+  ASYNC=(--arms sync one_step_off partial --shape 2.5-3B --groups 36 --prompt-tokens 1024 --threshold 2
+         --max-tokens-per-gpu 9216 --sglang-mem-fraction-static .35)
 fi
 mkdir -p "$RESULTS" && : > "$RESULTS/results.txt"
 
