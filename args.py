@@ -5,6 +5,7 @@ Nothing changes args afterwards.
 """
 
 import argparse
+import difflib
 import glob
 import importlib.util
 import inspect
@@ -36,7 +37,7 @@ def parse_args(argv=None, script="train_async.py"):
         args, rest = parser.parse_known_args(argv)
         args.flags = dict(vars(args))           # as they were given, for a replay
         args.recorded = recorded                # {} without --replay
-        args.sglang_args = split_sglang(rest)   # derived
+        args.sglang_args = split_sglang(rest, parser)       # derived
         check_sizes(args)
         check_ranges(args)
         check_script(args, script)
@@ -66,7 +67,7 @@ SWITCH = {"action": argparse.BooleanOptionalAction, "default": False}    # --no-
 def add_run(parser):
     g = parser.add_argument_group("run")
     g.add_argument("--run-name", help="name of the run's folder (default: the time)")
-    g.add_argument("--output-dir", default="runs", help="folder that holds the runs' folders")
+    g.add_argument("--output-dir", metavar="DIR", default="runs", help="folder that holds the runs' folders")
     g.add_argument("--num-rollout", type=int, help="number of steps (or --num-epoch)")
     g.add_argument("--num-epoch", type=int, help="end when the data were drawn this often")
     g.add_argument("--seed", type=int, default=1234, help="seed of data order, sampling and dropout")
@@ -88,7 +89,7 @@ def add_run(parser):
 def add_cluster(parser):
     g = parser.add_argument_group("cluster (a 'GPU' is one process on a machine without any)")
     g.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
-    g.add_argument("--ray-address", help="an existing Ray cluster; without it a local one is started for the run")
+    g.add_argument("--ray-address", metavar="ADDRESS", help="an existing Ray cluster (default: a local one for this run)")
     g.add_argument("--actor-num-nodes", type=int, default=1, help="training nodes")
     g.add_argument("--actor-num-gpus-per-node", type=int, default=1, help="training ranks on each node")
     g.add_argument("--rollout-num-gpus", type=int, help="GPUs of all engines together (default: 1)")
@@ -374,13 +375,12 @@ RS_STATISTICS = [f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean",
 
 
 # ---- derived values ---------------------------------------------------------------------------------------
-def split_sglang(rest):
+def split_sglang(rest, parser):
     """['--sglang-mem-fraction-static', '.7'] -> ['--mem-fraction-static', '.7']. ValueError for any other flag."""
-    if rest and not rest[0].startswith("--sglang-"):
-        raise ValueError(f"unknown flag {rest[0]}: see --help")
-    for word in rest:
-        if word.startswith("--") and not word.startswith("--sglang-"):
-            raise ValueError(f"unknown flag {word}: see --help")
+    for i, word in enumerate(rest):
+        if (i == 0 or word.startswith("--")) and not word.startswith("--sglang-"):
+            near = difflib.get_close_matches(word.split("=")[0], parser._option_string_actions, n=1, cutoff=0.8)
+            raise ValueError(f"unknown flag {word}: " + (f"is {near[0]} meant?" if near else "see --help"))
     return [word.replace("--sglang-", "--", 1) for word in rest]
 
 
@@ -662,7 +662,11 @@ def check_data(args):
     for name, path in args.eval_sets if not args.dry_run else ():
         load_rows(path, args, f"--eval-prompt-data {name}")
     if args.prompt_data and not args.dry_run:
-        rows = len(load_rows(args.prompt_data, args, "--prompt-data"))
+        data = load_rows(args.prompt_data, args, "--prompt-data")
+        rows = len(data)
+        if args.label_key not in data.column_names:     # an own reward may do without; `label in response` is always true then
+            print(f"warning: --prompt-data {args.prompt_data} has no column {args.label_key!r} (see --label-key): "
+                  f"--custom-rm-path gets an empty label", file=sys.stderr)
         if args.num_epoch:   # derived: the step at which the data end, unless --num-rollout comes first
             steps = rows * args.num_epoch // args.groups_per_step
             if steps == 0:
@@ -810,11 +814,14 @@ def load_function(path, flag, count):
         if not module or module.startswith("."):
             raise ValueError("wants MODULE.FUNCTION")
         function = getattr(importlib.import_module(module), name)
-        inspect.signature(function).bind(*[None] * count)
+        signature = inspect.signature(function)
+    except Exception as error:           # whatever stands in the user's file
+        kind = "" if isinstance(error, (ImportError, AttributeError, ValueError)) else f"{type(error).__name__}: "
+        raise ValueError(f"{flag} {path}: {kind}{error}") from None
+    try:
+        signature.bind(*[None] * count)
     except TypeError:
-        raise ValueError(f"{flag} {path}: must take {count} arguments, is {name}{inspect.signature(function)}") from None
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{flag} {path}: {error}") from None
+        raise ValueError(f"{flag} {path}: must take {count} arguments, is {name}{signature}") from None
     return function
 
 

@@ -37,7 +37,7 @@ class PromptRows:
                              f"lists of messages need --apply-chat-template")
         return {"prompt": prompt,
                 "prompt_tokens": self.tokenizer.encode(prompt, add_special_tokens=False),
-                "label": str(row.get(args.label_key, "")),
+                "label": "" if row.get(args.label_key) is None else str(row[args.label_key]),
                 "metadata": metadata}
 
     def metadata(self, value):
@@ -62,7 +62,8 @@ def render(args, tokenizer, messages, add_generation_prompt=False):
 def load_rows(path, args, flag):
     """A `datasets.Dataset`: of a file; of a generated task (gym_rows); or of the hub, or a folder laid out as there, with the
     options of datasets.load_dataset behind a question mark: 'openai/gsm8k?name=main&split=test' (the default is split=train;
-    split=train[:1000] takes a part). ValueError in one line, naming the flag, for a missing file, missing columns or no rows."""
+    split=train[:1000] takes a part). ValueError in one line, naming the flag, for a missing file, column, label or prompt, or no
+    rows."""
     import datasets   # takes a second or two: only those who read data pay for it
 
     datasets.disable_progress_bars()
@@ -89,6 +90,11 @@ def load_rows(path, args, flag):
                          f"(see --input-key, --label-key, --metadata-key)")
     if len(rows) == 0:
         raise ValueError(f"{flag} {path}: no rows")
+    for key in needed[:2]:                 # a row without it is read as null: never the text 'None'
+        if key and (count := rows.data.column(key).null_count):
+            first = rows.data.column(key).is_null().index(True).as_py()
+            raise ValueError(f"{flag} {path}: {count} of {len(rows)} rows have nothing in column {key!r}, "
+                             f"the first is row {first}")
     return rows
 
 

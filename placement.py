@@ -73,7 +73,9 @@ def run(train, args):
         close(tracker)
         if said(os.path.join(args.run_dir, "logs"), began):
             status = 1
-        print(f"interrupted: stopping; --load {args.run_dir} goes on from the last checkpoint, if one was saved", file=sys.stderr)
+        saved = checkpoint.complete(args.save)
+        print("interrupted: stopping; " + (f"--load {args.run_dir} goes on after {max(saved)} steps" if saved else
+                                           "no checkpoint was saved (see --save-interval)"), file=sys.stderr)
     except Exception as error:
         status = 1
         close(tracker)
@@ -203,7 +205,7 @@ def start_ray(args):
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""        # for every actor: none may take a GPU that is there all the same
     quiet = {"address": "local", "include_dashboard": False, "logging_level": "ERROR"}       # not one that happens to run here
-    print("starting Ray", flush=True)
+    print(f"starting Ray; the run's folder is {args.run_dir}", flush=True)
     if args.ray_address:
         ray.init(address=args.ray_address, logging_level="ERROR")
     elif args.device == "cuda":

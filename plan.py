@@ -269,7 +269,7 @@ def describe(args):
                   f"{args.samples_per_step // args.global_batch_size} update(s) of {args.global_batch_size}, "
                   f"{args.global_batch_size // args.data_parallel_size} for each data-parallel rank; a sample has at most "
                   f"{args.rollout_max_prompt_len:,} + {args.rollout_max_response_len:,} = {longest:,} tokens"),
-        ("loss", policies(args)),
+        ("loss", policies(args).removeprefix("loss ")),
         ("training", f"{sum(memory.values()):.1f} GB{f' of {args.gpu_memory_gb:g}' * on_gpus} on the fullest rank: {parts}"),
         ("engine", f"{weights:.1f} GB of weights" + on_gpus * (
             f" and {max(cache, 0):.1f} of KV cache = {tokens:,} tokens on each GPU: {tokens // longest:,} samples of full length "

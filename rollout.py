@@ -134,7 +134,7 @@ class RolloutManager:
             await asyncio.to_thread(save_groups, path.format(step=step), groups)
         self.show_mismatch(groups)
         metrics = {**batch_metrics(self.args, step, groups), **counts, **self.lane_metrics(seconds),
-                   "perf/generate_time": seconds, "sync/check_time": self.check_time, "sync/eval_wait_time": self.eval_wait}
+                   "perf/generate_time": seconds, "sync/check_time": self.check_time}
         if self.buffer:
             metrics.update({f"length_bias/{fate}": bias for fate, bias in self.buffer.length_bias().items()})
         return ray.put(make_batch(self.args, step, groups)), metrics
@@ -264,8 +264,10 @@ class RolloutManager:
         """Generates and rewards one group, then puts it where it belongs: finished, dropped, or back into the buffer."""
         work = self.works[group.group_id] = self.assign(group)
         try:
-            if not 0 < len(group.samples[0].prompt_tokens) <= self.args.rollout_max_prompt_len:
-                raise Dropped("prompt_too_long" if group.samples[0].prompt_tokens else "prompt_empty")
+            length, longest = len(group.samples[0].prompt_tokens), self.args.rollout_max_prompt_len
+            if not 0 < length <= longest:
+                raise Dropped("prompt_empty" if length == 0 else
+                              f"prompt_too_long: {length} tokens, --rollout-max-prompt-len {longest}")
             self.buffer.ledger.write("submit", group=group.group_id, engine=work.lane.rank)
             await gather(self.run_sample(work, sample) for sample in group.attempts)
             if any(sample.status == "pending" for sample in group.attempts):
@@ -468,8 +470,9 @@ class RolloutManager:
 
     async def reward_group(self, group):
         rewards = await self.call_reward(group.attempts)
-        if len(rewards) != len(group.attempts):
-            raise ValueError(f"--group-rm: {len(rewards)} rewards for {len(group.attempts)} samples")
+        if not hasattr(rewards, "__len__") or len(rewards) != len(group.attempts):
+            raise ValueError(f"--group-rm: {self.args.custom_rm_path} returned {rewards!r} for {len(group.attempts)} "
+                             f"samples: it must be a list with a number for each")
         for sample, reward in zip(group.attempts, rewards):
             sample.reward = self.checked(reward, sample)
 
@@ -538,7 +541,7 @@ class RolloutManager:
     async def publish(self, version, sent, expected):
         """When all is sent, the engines go on with the new version. What they hold is compared with the trainers' fingerprints
         (sent, expected: calls of their ranks, WeightSender.send and fingerprints) while the first requests run, and before
-        anything that they say is taken. Returns the bytes that were sent."""
+        anything that they say is taken. Returns what the driver does not see: the bytes, the wait for an evaluation."""
         with self.watchdog.at("the sync: publishing the version"):
             size = await self.fleet.publish(version, sent, expected)
         self.version = version
@@ -548,7 +551,7 @@ class RolloutManager:
             self.stream.publish(version)
             self.held = False
             self.fill()
-        return size
+        return {"sync/bytes": size, "sync/eval_wait_time": self.eval_wait}
 
     async def proved(self):
         """Waits until every engine has proved the last sync or is lost. Returns the seconds that it took."""

@@ -50,7 +50,7 @@ def sync_weights(trainers, rollout, version):
             rested = time.time()
             updated = rollout.updated.remote()
             sent = [trainer.send_weights.remote([updated]) for trainer in trainers]
-            size = ray.get(rollout.publish.remote(version, sent, [trainer.fingerprints.remote() for trainer in trainers]))
+            published = ray.get(rollout.publish.remote(version, sent, [trainer.fingerprints.remote() for trainer in trainers]))
             break
         except EngineError as error:
             if isinstance(error, NoEngineLeft):
@@ -60,7 +60,7 @@ def sync_weights(trainers, rollout, version):
             ray.get(rollout.blame.remote(cause.url, str(cause)))
     seconds = time.time() - rested
     return {"sync/version": version, "sync/time": time.time() - started, "sync/pause_time": rested - started,
-            "sync/broadcast_time": seconds, "sync/bytes": size, "sync/gb_per_s": size / max(seconds, 1e-9) / 1e9}
+            "sync/broadcast_time": seconds, **published, "sync/gb_per_s": published["sync/bytes"] / max(seconds, 1e-9) / 1e9}
 
 
 class WeightSender:

@@ -237,7 +237,8 @@ def speed(args, rows):
     """
     rows = rows[1:] or rows
     mean = lambda name: statistics.fmean(row.get(name, 0.0) for row in rows)
-    step, waited = mean("perf/step_time"), mean("perf/wait_prev_gen") + mean("sync/pause_time")
+    step = mean("perf/step_time")
+    waited = mean("perf/wait_prev_gen") + mean("sync/pause_time") - mean("sync/eval_wait_time")    # both wait for evaluations
     syncing = mean("sync/time") - mean("sync/pause_time")             # of each step, on average
     alone = statistics.fmean([row["sync/time"] - row["sync/pause_time"] for row in rows if "sync/time" in row] or [0.0])
     generation, update = mean("perf/lone_generate_time"), mean("perf/train_time") - mean("perf/log_probs_time")
@@ -283,6 +284,14 @@ def truncated_responses(args, rows):
     return None
 
 
+def long_prompts(args, rows):
+    dropped, drawn = (sum(row.get(f"rollout/{name}", 0) for row in rows) for name in ("dropped_prompt_too_long", "drawn"))
+    if dropped > 0.1 * drawn:
+        return (f"{dropped / drawn:.0%} of the prompts have more than --rollout-max-prompt-len {args.rollout_max_prompt_len} "
+                f"tokens and are dropped: raise it")
+    return None
+
+
 def waiting_for_generation(args, rows):
     """High or near 0: what to do about it. Not for train_sync.py, whose training always waits."""
     if len(rows) <= RECENT or args.script == "train_sync.py" or args.without_engines:
@@ -313,13 +322,14 @@ def long_tail_flags(args):
     return f"{over}{' with --partial-rollout' if size <= args.rollout_batch_size else ''} would"
 
 
-WARNINGS = (all_rewards_equal, truncated_responses, waiting_for_generation)     # (args, last rows) -> text or None
+WARNINGS = (all_rewards_equal, truncated_responses, long_prompts, waiting_for_generation)     # (args, last rows) -> text or None
 
 
 def wait_share(rows):
     """Share of the time that training waited for generation. A stream without partial rollout waits for what runs at the sync,
-    not at the batch."""
-    return (sum(row["perf/wait_prev_gen"] + row.get("sync/pause_time", 0.0) for row in rows)
+    not at the batch; there an evaluation is waited for as well, which does not count."""
+    synced = lambda row: row.get("sync/pause_time", 0.0) - row.get("sync/eval_wait_time", 0.0)
+    return (sum(row["perf/wait_prev_gen"] + synced(row) for row in rows)
             / sum(row["perf/step_time"] for row in rows))
 
 

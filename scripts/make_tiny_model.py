@@ -9,7 +9,7 @@ one token per byte and a chat template) beside train.jsonl and eval.jsonl, whose
 
 The model first learns the task from right demonstrations, then imitates noisy ones, most of which
 have a wrong digit. So it knows the sums, but a sample at temperature 1 is right only three times in
-ten: a policy that an exact- match reward can improve within a few dozen steps. It takes about a
+ten: a policy that an exact-match reward can improve within a few dozen steps. It takes about a
 minute. The same seed on the same kind of CPU makes the same files, and an OUT_DIR that this same
 script completed with the same seed is kept as it is.
 """

@@ -123,7 +123,8 @@ def curves(rows):
 
 def eval_curves(evals):
     """{"SET/metric": [[version, value], ...]}"""
-    names = sorted({name for row in evals for name in row if "/" in name})
+    order = lambda name: (name.split("/")[0], not name.endswith("/reward"), name)      # the reward first
+    names = sorted({name for row in evals for name in row if "/" in name}, key=order)
     return {name: [[row["version"], short(row[name])] for row in evals if name in row] for name in names}
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen2.5-Math-7B with DAPO on 16 GPUs: 12 train, 4 generate, one-step-off. Training GPUs lie on two nodes, 6 on each.
-#   huggingface-cli download Qwen/Qwen2.5-Math-7B --local-dir models/Qwen2.5-Math-7B        on a disk that all nodes see
+#   hf download Qwen/Qwen2.5-Math-7B --local-dir models/Qwen2.5-Math-7B        on a disk that all nodes see
 #   PYTHON=python3 bash scripts/run-qwen2.5-7B-dapo.sh --ray-address auto      in a Ray cluster; python3 has requirements.txt
 #   bash scripts/run-qwen2.5-7B-dapo.sh --dry-run                              layout and memory, on any machine
 source "$(dirname "${BASH_SOURCE[0]}")/prelude.sh"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen3-0.6B learns GSM8K, with one GPU (engine and trainer share it) or two (one each, one-step-off). Data come from the hub.
-#   huggingface-cli download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B
+#   hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B
 #   PYTHON=python3 bash scripts/run-qwen3-0.6B-gsm8k.sh [any flag of the script]      python3 has requirements.txt
 #   GPUS=1 PYTHON=python3 bash scripts/run-qwen3-0.6B-gsm8k.sh
 #   bash scripts/run-qwen3-0.6B-gsm8k.sh --dry-run                                    layout and memory, on any machine

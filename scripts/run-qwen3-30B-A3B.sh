@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-30B-A3B, a mixture of experts, with DAPO's settings on four nodes of 8 GPUs: two train, two generate, partial rollout.
 # Code, model and runs lie on a disk that all nodes see, under the same path; python3 has requirements.txt on each of them.
-#   huggingface-cli download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B
+#   hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B
 #   ray start --head --dashboard-host 0.0.0.0                                  on the first node (pip install "ray[default]")
 #   ray start --address HEAD:6379                                              on each other one; Ray 2.60 asks all of them, and who
 #                                  submits, for one token: docs.ray.io/en/latest/ray-security/token-auth.html

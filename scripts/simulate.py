@@ -113,9 +113,11 @@ def measured(rows, counted, records, ended):
     length = lambda groups: statistics.fmean(tokens for group in groups for tokens in ended[group]["tokens"])
     trained = [group for record in records if record["event"] == "trained" for group in record["groups"]]
     dropped = [group for group, record in ended.items() if record["event"] == "drop"]
-    step = mean("perf/step_time")
-    return {"step": step, "wait": mean("perf/wait_prev_gen"), "sync": mean("sync/time"),
-            "train idle": 1 - mean("perf/train_time") / step, "engines idle": max(0.0, 1 - mean("perf/engine_busy_time") / step),
+    evaluations = mean("sync/eval_wait_time")                  # that a sync waited for: a simulation has none
+    step = mean("perf/step_time") - evaluations
+    return {"step": step, "wait": mean("perf/wait_prev_gen"), "sync": mean("sync/time") - evaluations,
+            "train idle": 1 - mean("perf/train_time") / step,
+            "engines idle": max(0.0, 1 - (mean("perf/engine_busy_time") - evaluations) / step),
             "mean lag": statistics.fmean(row["staleness/mean"] for row in rows),
             "max lag": max(row["staleness/max"] for row in rows), "length bias": length(trained) / length(trained + dropped)}
 

@@ -30,7 +30,8 @@ def refuse(capsys, words, script="train_async.py"):
 @pytest.mark.parametrize("changes, text", [
     (dict(hf_checkpoint="/nowhere"), "--hf-checkpoint /nowhere: there is no config.json"),
     (dict(prompt_data="/nowhere.jsonl"), "--prompt-data /nowhere.jsonl: no such file"),
-    (dict(no_such_flag=3), "unknown flag --no-such-flag"),
+    (dict(no_such_flag=3), "unknown flag --no-such-flag: see --help"),
+    (dict(eval_intervall=3), "unknown flag --eval-intervall: is --eval-interval meant?"),
     (dict(label_key="answer", custom_rm_path=None), "there is no column 'answer'; there are prompt, label"),
     (dict(input_key="question"), "there is no column 'question'"),
     (dict(rollout_batch_size=4, n_samples_per_prompt=2, global_batch_size=3), "4 x --n-samples-per-prompt 2 = 8 samples do not divide by --global-batch-size 3"),
@@ -105,6 +106,10 @@ def one_argument(sample):
     return 0.0
 
 
+def two_arguments(args, sample):
+    return 0.0
+
+
 def write(path, text):
     path.write_text(text)
     return str(path)
@@ -115,6 +120,35 @@ def write(path, text):
 def test_bad_data_files(text, said, model, tmp_path, capsys):
     path = write(tmp_path / "data.jsonl", text)
     assert f"--prompt-data {path}: {said}" in refuse(capsys, harness.flags(model, tmp_path, "run", prompt_data=path))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("column, text", [("label", '{"prompt": "1+1="}'), ("prompt", '{"label": "2"}')])
+def test_a_row_without_its_label_or_prompt_is_named_before_the_start(column, text, model, tmp_path, capsys):
+    path = write(tmp_path / "data.jsonl", ('{"prompt": "1+2=", "label": "3"}\n' * 3) + (text + "\n") * 2)
+    message = refuse(capsys, harness.flags(model, tmp_path, "run", prompt_data=path, custom_rm_path=None))
+    assert f"--prompt-data {path}: 2 of 5 rows have nothing in column '{column}', the first is row 3" in message
+
+
+def test_an_own_reward_is_told_that_the_data_have_no_labels(model, tmp_path, capsys):
+    path = write(tmp_path / "data.jsonl", '{"prompt": "1+2=", "answer": "3"}\n' * 8)
+    flags = dict(prompt_data=path, custom_rm_path="test_args.two_arguments")
+    parse_args(harness.flags(model, tmp_path, "run", **flags))
+    assert f"warning: --prompt-data {path} has no column 'label' (see --label-key)" in capsys.readouterr().err
+    parse_args(harness.flags(model, tmp_path, "run", **flags, label_key="answer"))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name, text, said", [
+    ("faulty_syntax", "def reward(args, sample)\n    return 1\n", "SyntaxError: expected ':' (faulty_syntax.py, line 1)"),
+    ("faulty_constant", "LIMIT = 1 + 'a'\n", "TypeError: unsupported operand"),
+    ("faulty_import", "import no_such_package\n", "No module named 'no_such_package'"),
+    ("faulty_kind", "reward = 1.0\n", "TypeError: 1.0 is not a callable object")])
+def test_a_faulty_file_of_the_users_is_one_line(name, text, said, model, tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    write(tmp_path / f"{name}.py", text)
+    message = refuse(capsys, harness.flags(model, tmp_path, "run", custom_rm_path=f"{name}.reward"))
+    assert f"--custom-rm-path {name}.reward: {said}" in message
 
 
 @pytest.mark.contract

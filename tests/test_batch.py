@@ -57,7 +57,7 @@ def test_makespan_by_hand(seconds, slots, want):
 
 def test_the_speed_report_by_hand():
     """Generation 10 s, training 4, sync 1, rest 0.5: a synchronous step takes 15.5. This run waits 6 s and syncs every second
-    step: 6 + 0.5 + 4 + 0.5 = 11. The first row warms up and is not counted."""
+    step: 6 + 0.5 + 4 + 0.5 = 11. The first row warms up and is not counted. Both would wait for an evaluation at the sync."""
     row = {"perf/step_time": 10.5, "perf/wait_prev_gen": 6.0, "perf/train_time": 4.0, "perf/log_probs_time": 1.0,
            "perf/lone_generate_time": 10.0}
     synced = {**row, "perf/step_time": 11.5, "sync/time": 1.2, "sync/pause_time": 0.2, "perf/wait_prev_gen": 5.8}
@@ -67,6 +67,10 @@ def test_the_speed_report_by_hand():
     assert got["async"] == 11.0 and got["sync"] == pytest.approx(15.5)
     assert got["hidden generation"] == pytest.approx(4.0) and got["fewer syncs"] == pytest.approx(0.5)
     assert got["sync"] - got["async"] == pytest.approx(got["hidden generation"] + got["fewer syncs"])
+    seconds = {"perf/step_time": 14.5, "sync/time": 4.2, "sync/pause_time": 3.2, "sync/eval_wait_time": 3.0}       # 3 s more
+    late = speed(args, [*rows[:2], {**synced, **seconds}])
+    assert late["async"] == 12.5 and late["sync"] == pytest.approx(17.0)
+    assert late["hidden generation"] == pytest.approx(4.0) and late["fewer syncs"] == pytest.approx(0.5)
     assert got["no log-prob pass"] == pytest.approx(1.0)     # a third of the update's 3 s
     assert got["fewer training GPUs"] == pytest.approx(-1.0)    # 4 s on 3 of 4 GPUs would be 3 on all
     assert speed(SimpleNamespace(rollout_num_gpus=1, world_size=3, policy_old="recompute"), rows)["no log-prob pass"] == 0.0

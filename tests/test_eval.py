@@ -207,7 +207,7 @@ def test_every_evaluation_is_of_one_version_however_slow_it_is(script, flags, ve
     assert [row["version"] for row in rows] == versions
     for row in rows:
         assert row.pop("started") > 0 and row.pop("seconds") > 0.5, "nothing pressed"
-    assert any(row["sync/eval_wait_time"] > 0.05 for row in harness.metrics(tmp_path, "beside")), "no sync had to wait"
+    assert any(row.get("sync/eval_wait_time", 0.0) > 0.05 for row in harness.metrics(tmp_path, "beside")), "no sync had to wait"
     if script == "train_fully_async.py":
         return                                   # what it trains on hangs on the clock
     requests.post(f"{engine}/script", json={"unit_seconds": 0.0, "slots": 1 << 30}, timeout=10)

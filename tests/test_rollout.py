@@ -278,7 +278,8 @@ def test_too_long_a_prompt_is_dropped_and_counted(make):
     manager = make({}, rollout_max_prompt_len=5)     # 'a+b=' with one digit each is 4 tokens, with two each 6
     groups, counts = run(manager.next_groups(0), manager)
     assert all(len(g.samples[0].prompt_tokens) <= 5 for g in groups)
-    assert counts["rollout/dropped_prompt_too_long"] == drops(manager).count("prompt_too_long") > 0
+    reason = "prompt_too_long: 6 tokens, --rollout-max-prompt-len 5"
+    assert counts["rollout/dropped_prompt_too_long"] == drops(manager).count(reason) > 0
 
 
 # ---- rewards and filters ----------------------------------------------------------------------------------
@@ -399,6 +400,12 @@ def none_reward(args, sample):
 def test_a_faulty_reward_ends_the_run_and_is_named(name, error, text, make):
     manager = make({}, custom_rm_path=f"test_rollout.{name}")
     with pytest.raises(error, match=text):
+        run(manager.next_groups(0), manager)
+
+
+def test_a_group_reward_without_a_list_is_named(make):
+    manager = make({}, custom_rm_path="test_rollout.none_reward", group_rm=True)
+    with pytest.raises(ValueError, match="--group-rm: test_rollout.none_reward returned None for 2 samples: it must be a list"):
         run(manager.next_groups(0), manager)
 
 

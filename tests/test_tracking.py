@@ -21,7 +21,7 @@ import tracking
 import watchdog
 from args import parse_args
 from buffer import Ledger
-from tracking import (RECENT, advice, all_rewards_equal, free, parts, read_spans, step_line, truncated_responses,
+from tracking import (RECENT, advice, all_rewards_equal, free, long_prompts, parts, read_spans, step_line, truncated_responses,
                       waiting_for_generation, write_timeline)
 
 ROW = {"step": 7, "rollout/reward": 0.25, "rollout/reward_min": 0.0, "rollout/reward_max": 1.0, "rollout/zero_spread": 0.5,
@@ -56,6 +56,13 @@ def test_rewards_that_teach_nothing():
     assert "--n-samples-per-prompt" in all_rewards_equal(ARGS, rows(rollout__zero_spread=1.0))
     assert all_rewards_equal(args(n_samples_per_prompt=1), rows(rollout__zero_spread=1.0)) is None     # no baseline of a group
     assert all_rewards_equal(ARGS, rows(rollout__zero_spread=1.0) + rows(1)) is None                   # over
+
+
+def test_prompts_that_are_too_long():
+    said = lambda dropped: long_prompts(args(rollout_max_prompt_len=16),
+                                        rows(rollout__drawn=20, rollout__dropped_prompt_too_long=dropped))
+    assert said(2) is None and long_prompts(ARGS, rows(rollout__drawn=20)) is None
+    assert said(5) == "25% of the prompts have more than --rollout-max-prompt-len 16 tokens and are dropped: raise it"
 
 
 def test_truncation_counts_over_the_last_steps():
