@@ -84,7 +84,7 @@ class RolloutManager:
         self.news = asyncio.Event()               # something landed
         self.eval_rows = {name: PromptRows(path, args, self.tokenizer) for name, path in args.eval_sets}
         self.version = None                       # published to all engines
-        self.mismatch_shown = False
+        self.mismatch_shown = self.unrouted_shown = False     # warnings, once in a run
         self.evaluating, self.eval_wait = None, 0.0   # the evaluation that runs; how long the last sync waited for one
         self.evaluated = None                     # answers of it that are there, and all
         self.check_time = 0.0                     # of the last comparison of fingerprints
@@ -390,10 +390,15 @@ class RolloutManager:
                   "sampling_seed": sampling_seed(self.args.seed, sample)}
         payload = {"input_ids": sample.prompt_tokens + sample.response_tokens, "sampling_params": params,
                    "return_logprob": True}
-        if self.args.routed_experts and sample.index == 0 and sampling is self.sampling:   # one of a group: kilobytes a token
+        routed = self.args.routed_experts and sample.index == 0 and sampling is self.sampling  # one of a group: kilobytes each
+        if routed:
             payload |= {"return_routed_experts": True, "routed_experts_start_len": len(payload["input_ids"]) - 1}
         answer = await self.ask(work, sample, payload)
         reason = answer["meta_info"]["finish_reason"]["type"]
+        if routed and reason != "abort" and not answer["meta_info"].get("routed_experts") and not self.unrouted_shown:
+            self.unrouted_shown = True
+            print(f"warning: engine {work.lane.url} does not say which experts it chose, so parity/routing_mismatch leaves its "
+                  f"answers out: start it with --enable-return-routed-experts", flush=True)
         if reason == "stop" or answer["output_ids"] and answer["output_ids"][-1] in self.stops:
             return "completed"     # also when the abort met the stop token: SGLang then says abort
         if reason == "abort":

@@ -274,6 +274,19 @@ def test_an_engine_that_stays_a_version_behind_is_named(make, servers):
         run(manager.next_groups(0), manager)
 
 
+def test_engines_that_keep_their_experts_to_themselves_are_named_once(make, servers, capsys):
+    """Of a mixture of experts, which the model of the servers here is not. They are asked for one sample of a group."""
+    manager = make({})
+    run(manager.next_groups(0), manager)
+    assert "experts" not in capsys.readouterr().out        # nor are they asked
+    manager = make({})
+    manager.args.routed_experts = True
+    groups, _ = run(manager.next_groups(0), manager)
+    warning, = [line for line in capsys.readouterr().out.splitlines() if "experts" in line]
+    assert warning.startswith(f"warning: engine {servers[0]} ") and "--enable-return-routed-experts" in warning
+    assert len(groups) == 4 and not any(sample.experts for group in groups for sample in group.samples)
+
+
 def test_too_long_a_prompt_is_dropped_and_counted(make):
     manager = make({}, rollout_max_prompt_len=5)     # 'a+b=' with one digit each is 4 tokens, with two each 6
     groups, counts = run(manager.next_groups(0), manager)
