@@ -2,9 +2,11 @@
 # Qwen3-30B-A3B, a mixture of experts, with DAPO's settings on four nodes of 8 GPUs: two train, two generate, partial rollout.
 # Code, model and runs lie on a disk that all nodes see, under the same path; python3 has requirements.txt on each of them.
 #   hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B
-#   ray start --head --dashboard-host 0.0.0.0                                  on the first node (pip install "ray[default]")
-#   ray start --address HEAD:6379                                              on each other one; Ray 2.60 asks all of them, and who
-#                                  submits, for one token: docs.ray.io/en/latest/ray-security/token-auth.html
+#   pip install "ray[default]==2.60.0"                                         on all of them: what takes jobs
+#   ray get-auth-token --generate > /dev/null                                  once; ~/.ray/auth_token goes to all of them
+#   export RAY_AUTH_MODE=token                                                 in every shell, also that of who submits
+#   ray start --head --dashboard-host 0.0.0.0                                  on the first node
+#   ray start --address HEAD:6379                                              on each other one
 #   ray job submit --address http://HEAD:8265 --no-wait -- \
 #     env PYTHON=python3 bash "$PWD/scripts/run-qwen3-30B-A3B.sh"              `ray job logs`, `ray job stop` by the printed name
 #   bash scripts/run-qwen3-30B-A3B.sh --dry-run                                layout, memory and times, on any machine
