@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
+from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,9 +14,14 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+import checkpoint
 import engine
 import harness
+import light
 import placement
+import scripted_engine
+import scripted_server
+from buffer import Ledger
 
 
 @contextlib.contextmanager
@@ -36,24 +43,24 @@ def cluster(*nodes):
 
 # ---- placement --------------------------------------------------------------------------------------------
 def test_ranks_of_a_node_lie_together_and_no_gpu_is_given_twice():
-    """12 + 4 on two nodes of eight (fake) GPUs: six ranks in a row on each node, the four engines on what is left there."""
+    """6 + 2 on two nodes of four (fake) GPUs: three ranks in a row on each node, the engines on what is left there."""
     class Probe:         # of this function: it is sent as it is, and its processes import nothing
         def where(self):
             return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
 
     args = SimpleNamespace(device="cuda")
-    with cluster(*[{"num_cpus": 16, "num_gpus": 8}] * 2) as nodes:
+    with cluster(*[{"num_cpus": 8, "num_gpus": 4}] * 2) as nodes:
         ray.init(address=nodes.address, logging_level="ERROR")
-        trainers, engines = placement.reserve(args, "training node(s)", 2, 6, 6), placement.reserve(args, "engine(s)", 4, 1, 1)
+        trainers, engines = placement.reserve(args, "training node(s)", 2, 3, 3), placement.reserve(args, "engine(s)", 2, 1, 1)
         actors = [ray.remote(Probe).options(**option).remote() for option in [*trainers, *engines]]
         places = ray.get([actor.where.remote() for actor in actors])
         with pytest.raises(RuntimeError, match=r"no place within 0.5 s for 1 engine\(s\), each with 2 free GPU"):
             placement.reserve(args, "engine(s)", 1, 2, 1, limit=0.5)
     on = [node for node, _ in places]
-    assert [len(options) for options in (trainers, engines)] == [12, 4]
-    assert len(set(on[:6])) == 1 and len(set(on[6:12])) == 1 and on[0] != on[6]
-    assert [on[12:].count(on[0]), on[12:].count(on[6])] == [2, 2]
-    assert all(len(gpus) == 1 for _, gpus in places) and len({(node, *gpus) for node, gpus in places}) == 16
+    assert [len(options) for options in (trainers, engines)] == [6, 2]
+    assert len(set(on[:3])) == 1 and len(set(on[3:6])) == 1 and on[0] != on[3]
+    assert sorted(on[6:]) == sorted([on[0], on[3]])
+    assert all(len(gpus) == 1 for _, gpus in places) and len({(node, *gpus) for node, gpus in places}) == 8
 
 
 def test_a_node_says_what_it_does_not_see(model, tmp_path):
@@ -72,15 +79,15 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def nodes():
-    """Three of one core each: one for the training rank, two for the engines."""
+    """Three of one core each: one for the training rank, two for engines."""
     with cluster(*[{"num_cpus": 1}] * 3) as found:
         yield found
 
 
-def words(model, out, nodes, **changes):
-    return ["train_async.py", *harness.flags(model, out, "run", save_interval=2, rollout_num_gpus=2, ray_address=nodes.address,
-                                             rollout_health_check_interval=1, rollout_health_check_timeout=2,
-                                             update_weight_timeout=10, **changes)]
+def words(model, out, nodes, engines, **changes):
+    return ["train_async.py", *harness.flags(model, out, "run", save_interval=2, rollout_num_gpus=engines,
+                                             ray_address=nodes.address, rollout_health_check_interval=1,
+                                             rollout_health_check_timeout=2, update_weight_timeout=10, **changes)]
 
 
 def records(out, event):
@@ -91,7 +98,7 @@ def states(out):
     return [r["state"] for r in records(out, "engine")]
 
 
-def wait_for(process, condition, limit=90):
+def wait_for(process, condition, limit=240):
     deadline = time.time() + limit
     while not condition():
         assert process.poll() is None, process.stdout.read()[-3000:]
@@ -108,7 +115,7 @@ def node_of(nodes, actor):
 
 @pytest.mark.drill
 def test_without_a_node_of_engines_the_run_goes_on_and_a_new_node_gets_its_engine(model, nodes, tmp_path):
-    process = harness.start("tests/scripted_server.py", words(model, tmp_path, nodes, num_rollout=1000))
+    process = harness.start("tests/scripted_server.py", words(model, tmp_path, nodes, 2, num_rollout=1000))
     wait_for(process, lambda: len(records(tmp_path, "trained")) >= 3)
     lost, before = time.time(), len(records(tmp_path, "trained"))
     nodes.remove_node(node_of(nodes, "ScriptedServer"))
@@ -123,3 +130,29 @@ def test_without_a_node_of_engines_the_run_goes_on_and_a_new_node_gets_its_engin
     assert process.returncode == 143, output[-3000:]
     groups = [group for record in records(tmp_path, "trained") for group in record["groups"]]
     assert sorted(groups) == list(range(4 * len(records(tmp_path, "trained")))) and not records(tmp_path, "drop")
+
+
+@pytest.mark.drill
+def test_without_a_node_of_trainers_the_run_ends_and_resumes_exactly(model, nodes, tmp_path):
+    """In bounded time and with the cause; on another node it ends with the weights of a run that nothing happened to."""
+    process = harness.start("tests/scripted_server.py", words(model, tmp_path, nodes, 1, num_rollout=1000))
+    saved = lambda: checkpoint.complete(tmp_path / "run" / "checkpoints")
+    wait_for(process, saved)
+    nodes.remove_node(node_of(nodes, "TrainWorker"), allow_graceful=False)
+    output, _ = process.communicate(timeout=60)            # half of what a broken group would take to be noticed
+    assert process.returncode == 1
+    assert re.search(r"^error: RuntimeError: training rank 0 has died: .*node", output, re.M), output[-2000:]
+    steps = max(saved()) + 2                               # what it did beyond the checkpoint is void, and done again
+    words_again = words(model, tmp_path, nodes, 1, num_rollout=steps, load=tmp_path / "run")
+    harness.succeed("tests/scripted_server.py", words_again, timeout=300)
+    outcomes = Ledger.outcomes(str(tmp_path / "run" / "ledger.jsonl"))
+    assert len(records(tmp_path, "resume")) == 1 and sorted(outcomes) == list(range(4 * steps))
+    assert Counter((each["outcome"], each["step"]) for each in outcomes.values()) == {("trained", i): 4 for i in range(steps)}
+
+    engines = scripted_engine.start(**scripted_server.ENGINE)
+    try:
+        light.succeed("train_async.py", harness.flags(model, tmp_path, "whole", [url for _, url in engines],
+                                                      num_rollout=steps, save_interval=2))
+    finally:
+        scripted_engine.stop(engines)
+    assert harness.same_bits(*(harness.saved_state(tmp_path, name, steps) for name in ("run", "whole")))
