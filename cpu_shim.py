@@ -4,13 +4,13 @@ is exercised on a laptop. Where CUDA exists nothing is touched: one code path se
 megatron-core names CUDA in five ways that a machine without it cannot serve: `device=torch.cuda.current_device()`,
 the literal `device="cuda"` (schedules.py), `Tensor.cuda()` and the type string 'torch.cuda.FloatTensor' (its
 optimizers), the CUDA random states of its tracker, and the stream on which the dispatch of tokens to experts copies
-its counts to the host. And it gathers unequal parts, which gloo does not. They are answered here, in this process only.
+its counts to the host. It compiles, and it gathers unequal parts, which gloo does not. They are answered here, in this process only.
 """
 import functools
+import sys
 import threading
 
 import torch
-import torch._dynamo
 from torch.overrides import TorchFunctionMode
 
 _thread = threading.local()  # a function mode belongs to one thread; here it stays entered for the thread's life
@@ -26,6 +26,11 @@ class _CudaMeansCpu(TorchFunctionMode):
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return func(*args, **kwargs)
+
+
+def _no_compile(function=None, **_):
+    """In place of torch.compile, Megatron's @jit_fuser: it would call a C++ compiler, and its import alone takes seconds."""
+    return _no_compile if function is None else function
 
 
 def _counts_on_host(dispatcher, point, tokens_per_expert=None):
@@ -60,7 +65,9 @@ def install():
     """Idempotent; a no-op where CUDA is available. Holds for the calling thread: call it in each that uses Megatron."""
     if torch.cuda.is_available() or hasattr(_thread, "mode"):
         return
-    torch._dynamo.config.disable = True  # Megatron's @jit_fuser is torch.compile, which would call a C++ compiler
+    torch.compile = _no_compile
+    if "torch._dynamo" in sys.modules:       # megatron, or another, has been imported before, with the real one
+        torch._dynamo.config.disable = True
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_, **__: None  # between pipeline stages
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()

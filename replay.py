@@ -9,13 +9,12 @@ buffer picks, each token of the version that was published then. The first diffe
 import asyncio
 
 import ray
-from transformers import AutoTokenizer
 
 from args import samples_path
 from batch import batch_metrics, load_groups, make_batch
 from buffer import Ledger, Sample
 from engine import NoEngineLeft
-from rollout import make_buffer, make_stream, save_buffer
+from rollout import load_tokenizer, make_buffer, make_stream, save_buffer
 
 WAITING = ("batch", "trained", "sync", "revive")      # events that have to wait for the driver's loop
 
@@ -23,7 +22,7 @@ WAITING = ("batch", "trained", "sync", "revive")      # events that have to wait
 class ReplayManager:
     def __init__(self, args):
         self.args, self.path = args, f"{args.replay}/ledger.jsonl"
-        self.buffer = make_buffer(args, AutoTokenizer.from_pretrained(args.hf_checkpoint))
+        self.buffer = make_buffer(args, load_tokenizer(args))
         self.stream = make_stream(args, self.buffer)
         self.records = complete_steps(Ledger.surviving(self.path))
         self.at = 0                       # the next record

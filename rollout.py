@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 
 import aiohttp
 import ray
-from transformers import AutoTokenizer
 
 import checkpoint
 from agent import Agent, gather, no_exit, no_exit_async, plain_generate
@@ -72,7 +71,7 @@ class Work:
 class RolloutManager:
     def __init__(self, args):
         self.args = args
-        self.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
+        self.tokenizer = load_tokenizer(args)
         self.stops = stop_ids(args, self.tokenizer)
         self.buffer = make_buffer(args, self.tokenizer)
         self.stream = make_stream(args, self.buffer)
@@ -691,6 +690,11 @@ def stop_ids(args, tokenizer):
                 ids = json.load(f).get("eos_token_id")
             found.update(ids if isinstance(ids, list) else [ids])
     return sorted(found - {None})
+
+
+def load_tokenizer(args):
+    from transformers import AutoTokenizer    # takes seconds, which the driver, that knows this file too, need not wait
+    return AutoTokenizer.from_pretrained(args.hf_checkpoint)
 
 
 def make_buffer(args, tokenizer):

@@ -22,10 +22,12 @@ from multiprocessing import forkserver
 from types import SimpleNamespace
 from unittest import mock
 
-import datasets       # noqa: F401  (slow to import: once, in the server)
+import datasets       # noqa: F401  (slow to import: once, in the server; so are two more below)
 import ray
 import requests
+import torch._dynamo  # noqa: F401  (by an optimizer)
 from tqdm import tqdm
+from transformers import AutoTokenizer      # noqa: F401
 
 import checkpoint
 import engine
