@@ -451,10 +451,10 @@ def test_samples_that_fill_up_a_step_change_nothing(model, tmp_path):
                 sample.status = "completed"
             groups.append(Group(group_id, 0, 0, samples))
         save_groups(str(tmp_path / f"{step}.npz"), groups)
-    for ranks in (1, 2):
-        harness.succeed("train_sync.py", harness.flags(model, tmp_path, f"ranks{ranks}", [], num_rollout=2, global_batch_size=4,
-                                                       actor_num_gpus_per_node=ranks, debug_train_only=True, kl_coef=0.1,
-                                                       load_debug_rollout_data=str(tmp_path / "{step}.npz")))
+    for ranks, rig in ((1, light), (2, harness)):
+        rig.succeed("train_sync.py", harness.flags(model, tmp_path, f"ranks{ranks}", [], num_rollout=2, global_batch_size=4,
+                                                   actor_num_gpus_per_node=ranks, debug_train_only=True, kl_coef=0.1,
+                                                   load_debug_rollout_data=str(tmp_path / "{step}.npz")))
     args = [SimpleNamespace(fully_async=False, mask_offpolicy_in_partial_rollout=False, global_batch_size=4, data_parallel_size=n)
             for n in (1, 2)]
     sizes = [[make_batch(a, 0, load_groups(str(tmp_path / f"{step}.npz")))["update_sizes"] for step in range(2)] for a in args]

@@ -21,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import checkpoint
 import engines
 import harness
 import light
@@ -295,23 +296,33 @@ def test_a_driver_that_asks_for_nothing_is_noticed(tmp_path):
 
 
 # ---- training ranks ---------------------------------------------------------------------------------------
-def test_a_training_rank_that_dies_ends_the_run_with_its_rank_and_a_resume_goes_on(model, fleet, tmp_path):
-    """One of two ranks is killed in a step: the other one must not wait for it for --distributed-timeout, and the resumed run
-    trains each prompt once."""
+def test_a_training_rank_that_dies_ends_the_run_with_its_rank_and_another_layout_goes_on(model, fleet, tmp_path):
+    """One of two data-parallel ranks is killed in a step: the other one must not wait for --distributed-timeout. What they saved is
+    loaded by two tensor-parallel ranks: the same weights, to the bit (a learning rate of 0 keeps them), that one rank finds in it;
+    each prompt is trained once."""
     one = fleet(1)
-    words = lambda **flags: harness.flags(model, tmp_path, "run", one.urls, num_rollout=6, save_interval=2,
-                                          actor_num_gpus_per_node=2, distributed_timeout=300, **flags)
+    words = lambda steps, **flags: harness.flags(model, tmp_path, "run", one.urls, **{
+        "num_rollout": steps, "save_interval": 2, "actor_num_gpus_per_node": 2, "distributed_timeout": 300, **flags})
+    saved = lambda: max(checkpoint.complete(tmp_path / "run" / "checkpoints"), default=0)
+    exported = lambda folder: {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
 
     def kill():
         with open(tmp_path / "run" / "logs" / "training rank 1.alive") as f:
             os.kill(json.load(f)["pid"], signal.SIGKILL)
 
     killer = after(lambda: len(records(tmp_path, "trained")) >= 3, kill)
-    status, output = harness.run("train_async.py", words(), timeout=120)
+    status, output = harness.run("train_async.py", words(1000), timeout=120)
     assert status == 1 and time.time() - killer.acted < 30
     assert re.search(r"error: RuntimeError: training rank 1 has died: ", output.splitlines()[-1]), output[-2000:]
-    harness.succeed("train_async.py", words(load=str(tmp_path / "run")))
-    check_nothing_is_lost(tmp_path, 6)
+
+    steps, before = saved(), tmp_path / "before"
+    light.succeed("train_async.py", words(steps, actor_num_gpus_per_node=1, save_hf=str(before), load=str(tmp_path / "run")))
+    output = harness.succeed("train_async.py", words(steps + 3, tensor_model_parallel_size=2, lr=0, load=str(tmp_path / "run"),
+                                                     save_hf=str(tmp_path / "after")))
+    assert "random states of the ranks are not kept, all else is" in output
+    assert harness.same_bits(exported(before), exported(tmp_path / "after"))
+    assert not harness.same_bits(exported(before), load_file(os.path.join(model, "model.safetensors")))
+    check_nothing_is_lost(tmp_path, steps + 3)
 
 
 # ---- disks ------------------------------------------------------------------------------------------------
@@ -391,23 +402,6 @@ def test_a_checkpoint_with_one_changed_byte_is_left_aside(name, place, model, fl
         assert f"warning: checkpoint {folder} is damaged and is left aside: {name}: the bytes are not those that were" in output
     check_nothing_is_lost(tmp_path, 6)
     assert [r["step"] for r in records(tmp_path, "resume")] == [3]
-
-
-def test_a_run_goes_on_in_another_layout(model, fleet, tmp_path):
-    """Saved by two data-parallel ranks, loaded by two tensor-parallel ones: the same weights, to the bit (a learning rate of 0
-    keeps them), and each prompt is trained once."""
-    def exported(name):
-        return {key: t for path in sorted((tmp_path / name).glob("*.safetensors")) for key, t in load_file(path).items()}
-
-    words = lambda name, **flags: harness.flags(model, tmp_path, "run", fleet(1).urls, save_interval=2, actor_num_gpus_per_node=2,
-                                                save_hf=str(tmp_path / name), **flags)
-    harness.succeed("train_sync.py", words("before", num_rollout=2))
-    output = harness.succeed("train_sync.py", words("after", num_rollout=4, load=str(tmp_path / "run"), lr=0,
-                                                    tensor_model_parallel_size=2))
-    assert "random states of the ranks are not kept, all else is" in output
-    assert harness.same_bits(exported("before"), exported("after"))
-    assert not harness.same_bits(exported("before"), load_file(os.path.join(model, "model.safetensors")))
-    check_nothing_is_lost(tmp_path, 4)
 
 
 def test_data_that_were_changed_between_save_and_resume_are_noticed(model, fleet, tmp_path):

@@ -519,7 +519,7 @@ def worker(rank, world, port, cases, folder):
 
 def run_ranks(worker, world, jobs, folder, seconds):
     """worker(rank, world, port, jobs, folder) in a process for each rank. mp.ProcessExitedException when one fails."""
-    multiprocessing.set_forkserver_preload(["model"])  # imported once for all processes
+    multiprocessing.set_forkserver_preload(["model", "torch._dynamo"])  # imported once for all processes
     port = pick_port(None, "127.0.0.1", "rendezvous")
     context = mp.start_processes(worker, (world, port, jobs, folder), world, join=False, start_method="forkserver")
     deadline = time.time() + seconds
@@ -543,7 +543,8 @@ def outcome(folder):
     done = set()
 
     def run(world):
-        mine = [c for c in CASES if c[3] == world]
+        mine = sorted((c for c in CASES if c[3] == world), key=lambda c: (           # new groups take time
+            c[4].tensor_model_parallel_size, c[4].pipeline_model_parallel_size, c[4].expert_model_parallel_size))
         for name in {c[2] for c in mine}:
             if not os.path.exists(os.path.join(folder, name)):
                 reference(name)["initial"].save_pretrained(os.path.join(folder, name))

@@ -44,6 +44,12 @@ def arguments(layout):
                         "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **more})
 
 
+def groups(job):
+    """Jobs with the same ones follow each other, since it takes time to make them."""
+    args = arguments(job[-1])
+    return args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
+
+
 def whole(ddp, optimizer, hf):
     """{"weights" | "master" | "exp_avg" | "exp_avg_sq": {Hugging Face name: full tensor}}, gathered, and the step."""
     from megatron.core import parallel_state as mpu
@@ -149,7 +155,7 @@ def folder(tmp_path_factory):
     for world in LAUNCHES:
         mine = [pair for pair in PAIRS if LAYOUTS[pair[2]][0] == world and pair not in done]
         starts = {pair[:2] for pair in PAIRS if LAYOUTS[pair[1]][0] == world} - done
-        jobs = [*sorted(starts), *(pair for pair in mine if pair[:2] in starts | done)]
+        jobs = [*sorted(sorted(starts), key=groups), *sorted((pair for pair in mine if pair[:2] in starts | done), key=groups)]
         done |= set(jobs)
         try:
             test_model.run_ranks(worker, world, jobs, folder, 180)

@@ -84,6 +84,7 @@ def differences(data, weights, temperature):
 
 
 @pytest.mark.contract
+@pytest.mark.parallel
 @pytest.mark.parametrize("layout, temperature, policy_old", [
     (dict(actor_num_gpus_per_node=2, tensor_model_parallel_size=2), 1.0, "rollout"),
     (dict(actor_num_gpus_per_node=2, pipeline_model_parallel_size=2), 0.7, "rollout"),
