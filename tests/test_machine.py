@@ -168,12 +168,12 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(count=st.integers(1, 3), steps=st.integers(1, 3), lost=st.sampled_from((False, False, True)))
     def the_oldest_are_long(self, count, steps, lost):
-        """So many run on, a token at a time, and all others finish at once; until the engines are lost."""
+        """The last sample of so many runs on, a token at a time, and all others finish at once; until the engines are lost."""
         for _ in range(steps):
             flying = self.at("flying")
             for number in flying[:count]:
                 if pending := self.pending(number):
-                    self.token(number, pending[0], end=False)
+                    self.token(number, pending[0], end=len(pending) > 1)
             for number in flying[count:]:
                 self.finish(number)
             self.fill()
