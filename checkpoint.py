@@ -58,7 +58,7 @@ def save(args, step, trainers, rollout):
     """Call where nothing is in flight: weights, optimizer, random states, buffer and the batch in hand are the whole state."""
     final = os.path.join(args.save, f"step_{step:07d}")
     folder = final + ".tmp"
-    shutil.rmtree(folder, ignore_errors=True)
+    clear(args.save)
     os.makedirs(folder)
     written = ray.get([trainer.save.remote(folder) for trainer in trainers] + [rollout.save.remote(folder, step)])
     files = {name: entry for part in written for name, entry in part.items()}
@@ -69,11 +69,21 @@ def save(args, step, trainers, rollout):
         json.dump(meta, f, indent=1)
         f.flush()
         os.fsync(f.fileno())
-    shutil.rmtree(final, ignore_errors=True)
+    if os.path.exists(final):
+        os.rename(final, final + ".old.tmp")
     os.rename(folder, final)
     sync_folder(args.save)
     for old in sorted(complete(args.save))[:-args.keep_checkpoints]:
-        shutil.rmtree(os.path.join(args.save, f"step_{old:07d}"))
+        path = os.path.join(args.save, f"step_{old:07d}")
+        os.rename(path, path + ".tmp")
+    clear(args.save)
+
+
+def clear(path):
+    """Removes what a save has not finished, or what it has put aside: a kill in the middle of it leaves no part under the name."""
+    for name in os.listdir(path) if os.path.isdir(path) else ():
+        if name.endswith(".tmp"):
+            shutil.rmtree(os.path.join(path, name), ignore_errors=True)
 
 
 def latest(args, without=()):

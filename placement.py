@@ -17,6 +17,7 @@ import time
 import traceback
 
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from tqdm import tqdm
@@ -45,7 +46,7 @@ def run(train, args):
         sys.exit(0 if fits else 1)
     end = lambda *_: sys.exit(143)
     signal.signal(signal.SIGTERM, end)                         # so that `finally` below is reached
-    trainers, engines, tracker, status, began, watchdog = [], [], None, 0, time.time(), None
+    trainers, engines, rollout, tracker, status, began, watchdog = [], [], None, None, 0, time.time(), None
     lock = take_folder(args)
     try:
         step = checkpoint.latest(args)[0] if args.load else 0
@@ -79,7 +80,7 @@ def run(train, args):
     except Exception as error:
         status = 1
         close(tracker)
-        report(error, args, engines, trainers, began)
+        report(error, args, engines, trainers, rollout, began)
     finally:
         if watchdog:
             watchdog.ended = True
@@ -155,7 +156,7 @@ def finish(args, step, trainers, rollout, tracker, save):
     tracker.summary()
 
 
-def report(error, args, engines, trainers, began):
+def report(error, args, engines, trainers, rollout, began):
     """The whole trace goes to a file, the cause in one line to the terminal, behind what is known of servers that died."""
     for rank, engine in enumerate(engines):
         with contextlib.suppress(Exception):                   # an actor that is gone as well has nothing to say
@@ -173,6 +174,7 @@ def report(error, args, engines, trainers, began):
         path = f"not written: {problem}"
     if isinstance(cause, ray.exceptions.RayActorError):        # Ray's paragraphs; the reason is their last line
         names = {trainer._actor_id.hex(): f"training rank {rank}" for rank, trainer in enumerate(trainers)}
+        names |= {rollout._actor_id.hex(): "rollout manager"} if rollout else {}
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
         reason = said(os.path.join(args.run_dir, "logs"), began) or lines[-1]
         cause = RuntimeError(f"{names.get(cause.actor_id, 'a process of the run')} has died: {reason}")
@@ -206,6 +208,8 @@ def start_ray(args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""        # for every actor: none may take a GPU that is there all the same
     quiet = {"address": "local", "include_dashboard": False, "logging_level": "ERROR"}       # not one that happens to run here
     print(f"starting Ray; the run's folder is {args.run_dir}", flush=True)
+    # a cluster of its own listens on loopback, as Ray's does elsewhere than on Linux: who reaches its ports can run code
+    ray_constants.ENABLE_RAY_CLUSTER = bool(args.ray_address)
     if args.ray_address:
         ray.init(address=args.ray_address, logging_level="ERROR")
     elif args.device == "cuda":

@@ -73,6 +73,8 @@ class RolloutManager:
         self.args = args
         self.tokenizer = load_tokenizer(args)
         self.stops = stop_ids(args, self.tokenizer)
+        with open(os.path.join(args.hf_checkpoint, "config.json")) as f:
+            self.vocab_size = json.load(f)["vocab_size"]
         self.buffer = make_buffer(args, self.tokenizer)
         self.stream = make_stream(args, self.buffer)
         self.fleet = Fleet(args, self.buffer.ledger if self.buffer else Ledger())
@@ -416,7 +418,7 @@ class RolloutManager:
                     call = self.post(lane, "/generate", {**payload, "rid": rid}, limit)
                     answer = await self.fleet.until_lost(lane, call)
                 await self.fleet.trust(lane)
-                self.take_answer(lane, sample, answer)
+                self.take_answer(lane, sample, answer, payload["sampling_params"]["max_new_tokens"])
                 lane.wrong = 0
                 return answer
             except Busy as busy_for:               # no failure, but not for ever
@@ -433,9 +435,9 @@ class RolloutManager:
             await asyncio.sleep(pause if tries < self.args.max_sample_retries else 0)
         raise Dropped(f"error: {sample.name}: {problem}")
 
-    def take_answer(self, lane, sample, answer):
-        """Checks the answer and appends it. ValueError and the like for what an engine must not say; the sample is unchanged
-        then. An engine that answers with another version than the published one is lost."""
+    def take_answer(self, lane, sample, answer, limit):
+        """Checks the answer, of at most `limit` tokens, and appends it. ValueError and the like for what an engine must not say;
+        the sample is unchanged then. An engine that answers with another version than the published one is lost."""
         meta = answer["meta_info"]
         if meta["finish_reason"]["type"] not in ("stop", "length", "abort"):
             raise ValueError(f"finish_reason {meta['finish_reason']}")
@@ -443,6 +445,10 @@ class RolloutManager:
         tokens, logprobs = [t[1] for t in triples], [t[0] for t in triples]
         if tokens != answer["output_ids"]:
             raise ValueError(f"{sample.name}: {len(answer['output_ids'])} tokens with {len(tokens)} log-probs")
+        if len(tokens) > limit:
+            raise ValueError(f"{sample.name}: {len(tokens)} tokens where {limit} were asked for")
+        if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in tokens):   # an index of the trainer's
+            raise ValueError(f"{sample.name}: token ids beyond the vocabulary of {self.vocab_size}")
         if str(meta["weight_version"]) != str(self.version) and self.version is not None:
             self.fleet.lose(lane, f"engine {lane.url} generated with version {meta['weight_version']}, but {self.version} was "
                                   f"published")

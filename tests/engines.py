@@ -12,7 +12,7 @@ import requests
 import light
 import scripted_engine
 
-NONSENSE = ("missing_logprobs", "null_logprobs", "nan_logprobs", "short_logprobs")
+NONSENSE = ("missing_logprobs", "null_logprobs", "nan_logprobs", "short_logprobs", "foreign_ids")
 
 
 def free_port():

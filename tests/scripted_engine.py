@@ -14,6 +14,7 @@ import asyncio
 import collections
 import datetime
 import hashlib
+import itertools
 import math
 import os
 import signal
@@ -27,7 +28,7 @@ from aiohttp import web
 MASK = (1 << 64) - 1
 PREFIX = 16   # tokens that make a prefix for the cache
 ANSWERS = ("wrong_logprobs", "missing_logprobs", "null_logprobs", "nan_logprobs", "short_logprobs", "too_long",
-           "old_version")
+           "foreign_ids", "old_version")
 
 
 # ---- what is generated ------------------------------------------------------------------------------------
@@ -227,6 +228,8 @@ class Engine:
             logprobs = logprobs[:-1]
         elif kind == "too_long":
             tokens, logprobs = tokens + [3] * 5, logprobs + [-1.0] * 5
+        elif kind == "foreign_ids":
+            tokens = [token + 10 ** 6 for token in tokens]
         elif kind == "old_version":
             version = str(int(version) - 1) if version.isdigit() else "older"
         meta = {"id": request.rid, "finish_reason": request.finish, "prompt_tokens": len(request.input),
@@ -374,6 +377,7 @@ class Engine:
         {"stale": true}        acknowledges updates and versions, and keeps the old ones
         {"stale": "tensors"}   acknowledges updates, and keeps the old tensors
         {"flip": NAME or true} changes one bit of a weight (of the first one)
+        {"swap": true}         the first two weights of equal shape change places
         {"weights": X}         other weights, without a broadcast
         {"lengths": SPEC, "unit_seconds": S, "slots": N, ...}   any option of the command line
         {"reset": true}        ends all misbehaviour"""
@@ -393,6 +397,8 @@ class Engine:
             self.weights = text_key(f"weights {b['weights']}")
         if "flip" in b:
             self.flip(b["flip"])
+        if "swap" in b:
+            self.swap()
         for name in vars(self.o).keys() & b.keys() - {"weights"}:
             setattr(self.o, name, b[name])
         return web.json_response({})
@@ -402,7 +408,17 @@ class Engine:
         name = min(self.tensors) if name is True else name
         bits = self.tensors[name].view(torch.uint8).view(-1)
         bits[0] ^= 1
-        self.prints.update(fingerprints({name: self.tensors[name]}))
+        self.changed(name)
+
+    def swap(self):
+        import torch
+        a, b = next((a, b) for a, b in itertools.combinations(sorted(self.tensors), 2)
+                    if self.tensors[a].shape == self.tensors[b].shape and not torch.equal(self.tensors[a], self.tensors[b]))
+        self.tensors[a], self.tensors[b] = self.tensors[b], self.tensors[a]
+        self.changed(a, b)
+
+    def changed(self, *names):
+        self.prints.update(fingerprints({name: self.tensors[name] for name in names}))
         self.weights = fold(0, [text_key(f"{key} {value}") for key, value in sorted(self.prints.items())])
 
     async def report(self, http):

@@ -277,6 +277,7 @@ def test_tokens_are_limited():
         assert sample.response_tokens == whole.response_tokens[:fits]
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("call, result", [
     ("<calc>1/0</calc>", "error: division by zero"), ("<calc>x</calc>", "error: numbers, brackets and + - * / // % only"),
     ("<calc>1+</calc>", "error: invalid syntax (<unknown>, line 1)")])
@@ -301,6 +302,7 @@ async def slow_tool():
     await asyncio.sleep(60)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("tool", [slow_tool, lambda: time.sleep(1.0)])
 def test_a_tool_that_hangs_is_bounded(tool):
     agent, _ = make_agent("qwen2.5", [])
@@ -308,6 +310,7 @@ def test_a_tool_that_hangs_is_bounded(tool):
     assert asyncio.run(agent.tool(tool, timeout=0.2)) == "error: no answer within 0.2 s" and time.time() - before < 0.9
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("error, text", [(KeyError("k"), "'k'"), (SystemExit(3), r"called exit\(3\)")])
 def test_a_fault_of_the_tool_is_not_an_answer(error, text):
     def tool():

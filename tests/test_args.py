@@ -26,6 +26,7 @@ def refuse(capsys, words, script="train_async.py"):
     return error[1]
 
 
+@pytest.mark.drill
 @pytest.mark.contract
 @pytest.mark.parametrize("changes, text", [
     (dict(hf_checkpoint="/nowhere"), "--hf-checkpoint /nowhere: there is no config.json"),
@@ -115,6 +116,7 @@ def write(path, text):
     return str(path)
 
 
+@pytest.mark.drill
 @pytest.mark.contract
 @pytest.mark.parametrize("text, said", [("", "the file is empty"), ("{\"prompt\": \"a\"\n", ""), ("not json at all\n", "")])
 def test_bad_data_files(text, said, model, tmp_path, capsys):

@@ -557,6 +557,7 @@ def test_a_resume_may_lengthen_the_run():
     assert not longer.exhausted and rows_of(longer.draw(9)) == permutation(4, 7, 0) + permutation(4, 7, 1)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("change, flag", [
     (dict(rows=11), r"--prompt-data \(rows\): the checkpoint has 10, this run 11"),
     (dict(rows=[{**row, "label": "x"} for row in make_rows(10)]), r"--prompt-data \(content\)"),

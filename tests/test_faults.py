@@ -4,6 +4,7 @@ bounded time. The engines are scripted, and started again by engines.Engines; th
 import ast
 import errno
 import glob
+import ipaddress
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import types
 from collections import Counter
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -86,7 +88,7 @@ def wait_for(condition, limit=60):
 def after(condition, action):
     """A thread that acts once, as soon as the condition holds. Its `acted` is when."""
     def wait():
-        if wait_for(condition):
+        if wait_for(condition, 240):           # Ray may take long to start
             thread.acted = time.time()
             action()
 
@@ -135,7 +137,8 @@ def test_an_engine_that_hangs_is_left_out_until_it_answers(model, fleet, tmp_pat
     ({"hang": 1, "verb": "update_weights_from_distributed"}, "no answer within 4 s"),
     ({"die": 1, "verb": "init_weights_update_group", "seconds": 0.0}, "init_weights_update_group: "),
     ({"refuse": 1, "verb": "update_weights_from_distributed"}, "update_weights_from_distributed: HTTP 500"),
-    ({"flip": True}, "tensors are not the trainer's"),
+    ({"flip": True}, r"\b1 of \d+ tensors are not the trainer's"),
+    ({"swap": True}, r"\b2 of \d+ tensors are not the trainer's"),
     ({"stale": "tensors"}, "tensors are not the trainer's"),
     ({"answers": "old_version"}, "generated with version"),
 ], ids=lambda value: "" if isinstance(value, str) else " ".join(map(str, value)))
@@ -144,7 +147,7 @@ def test_an_engine_that_fails_in_a_sync_is_left_out_and_comes_back(orders, why, 
     three = fleet(3)
 
     def spoil():
-        if "flip" in orders:                      # between the broadcast and the question for the fingerprints
+        if {"flip", "swap"} & orders.keys():      # between the broadcast and the question for the fingerprints
             three.script(2, hang=1, seconds=1.0, verb="weights_checker")
             asked = three.report(2)["verbs"].count("weights_checker")
             wait_for(lambda: three.report(2)["verbs"].count("weights_checker") > asked)
@@ -250,6 +253,22 @@ def test_engines_that_make_no_progress_end_the_run_with_what_is_waited_for(model
     assert re.search("in (serve|land|update_from_distributed|health_generate)$", stacks, re.MULTILINE)
 
 
+async def blocking_reward(args, sample):
+    time.sleep(60 if sample.group_id == 8 else 0)
+    return 1.0
+
+
+def test_a_function_that_blocks_the_rollout_manager_ends_the_run_with_its_stack(model, fleet, tmp_path):
+    """It is async and sleeps all the same: no time limit of that event loop can act, and no call is answered."""
+    status, output = light.run("train_async.py", harness.flags(model, tmp_path, "run", fleet(1).urls, watchdog_timeout=3, reward_timeout=1,
+                                                               custom_rm_path="test_faults.blocking_reward"))
+    assert status == watchdog.STATUS, output[-2000:]
+    assert "error: rollout manager: no progress for --watchdog-timeout 3 s in the generation for step 2" in output
+    assert "in blocking_reward" in (tmp_path / "run" / "logs" / "rollout manager.stacks").read_text()
+    at = next(r["time"] for r in records(tmp_path, "submit") if r["group"] == 8)
+    assert 3 <= os.path.getmtime(tmp_path / "run" / "logs" / "watchdog.txt") - at < 3 + 3
+
+
 def stand(who, folder, limit):
     """A process whose watchdog looks after itself and the others."""
     watchdog.Watchdog(who, types.SimpleNamespace(watchdog_timeout=limit, run_dir=folder)).start()
@@ -295,7 +314,38 @@ def test_a_driver_that_asks_for_nothing_is_noticed(tmp_path):
         assert own.problem() is None
 
 
-# ---- training ranks ---------------------------------------------------------------------------------------
+# ---- processes --------------------------------------------------------------------------------------------
+def check_who_listens(pid):
+    """Of a run's processes: no port of Ray's or of an engine's can be reached from outside. (A rendezvous of torch's, which carries no
+    code, takes all addresses.)"""
+    run, seen = psutil.Process(pid), Counter()
+    for process in [run, *run.children(recursive=True)]:
+        for port in process.net_connections("inet"):
+            if port.status == psutil.CONN_LISTEN:
+                inside = ipaddress.ip_address(port.laddr.ip.removeprefix("::ffff:")).is_loopback
+                seen[" ".join(process.cmdline())[:40], inside] += 1
+    outside = [name for name, inside in seen if not inside and not name.startswith("ray::TrainWorker")]
+    assert seen.total() > 5 and not outside, seen
+
+
+def run_until_killed(words, who, tmp_path):
+    """Kills the process in the third step: the run ends within 30 s and names it."""
+    def kill():
+        check_who_listens(process.pid)
+        killer.heard = True
+        with open(tmp_path / "run" / "logs" / f"{who}.alive") as f:
+            os.kill(json.load(f)["pid"], signal.SIGKILL)
+
+    process = harness.start("train_async.py", words)
+    killer = after(lambda: len(records(tmp_path, "trained")) >= 3, kill)
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 1 and killer.heard and time.time() - killer.acted < 30
+    assert re.search(f"error: RuntimeError: {who} has died: ", output.splitlines()[-1]), output[-2000:]
+
+
 def test_a_training_rank_that_dies_ends_the_run_with_its_rank_and_another_layout_goes_on(model, fleet, tmp_path):
     """One of two data-parallel ranks is killed in a step: the other one must not wait for --distributed-timeout. What they saved is
     loaded by two tensor-parallel ranks: the same weights, to the bit (a learning rate of 0 keeps them), that one rank finds in it;
@@ -305,15 +355,7 @@ def test_a_training_rank_that_dies_ends_the_run_with_its_rank_and_another_layout
         "num_rollout": steps, "save_interval": 2, "actor_num_gpus_per_node": 2, "distributed_timeout": 300, **flags})
     saved = lambda: max(checkpoint.complete(tmp_path / "run" / "checkpoints"), default=0)
     exported = lambda folder: {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
-
-    def kill():
-        with open(tmp_path / "run" / "logs" / "training rank 1.alive") as f:
-            os.kill(json.load(f)["pid"], signal.SIGKILL)
-
-    killer = after(lambda: len(records(tmp_path, "trained")) >= 3, kill)
-    status, output = harness.run("train_async.py", words(1000), timeout=120)
-    assert status == 1 and time.time() - killer.acted < 30
-    assert re.search(r"error: RuntimeError: training rank 1 has died: ", output.splitlines()[-1]), output[-2000:]
+    run_until_killed(words(1000), "training rank 1", tmp_path)
 
     steps, before = saved(), tmp_path / "before"
     light.succeed("train_async.py", words(steps, actor_num_gpus_per_node=1, save_hf=str(before), load=str(tmp_path / "run")))
@@ -323,6 +365,16 @@ def test_a_training_rank_that_dies_ends_the_run_with_its_rank_and_another_layout
     assert harness.same_bits(exported(before), exported(tmp_path / "after"))
     assert not harness.same_bits(exported(before), load_file(os.path.join(model, "model.safetensors")))
     check_nothing_is_lost(tmp_path, steps + 3)
+
+
+def test_a_rollout_manager_that_dies_ends_the_run_with_its_name_and_a_resume_goes_on(model, fleet, tmp_path):
+    """With all that it holds: the resumed run trains each prompt once."""
+    one = fleet(1)
+    words = lambda steps, **flags: harness.flags(model, tmp_path, "run", one.urls, num_rollout=steps, save_interval=2, **flags)
+    run_until_killed(words(1000), "rollout manager", tmp_path)
+    steps = max(checkpoint.complete(tmp_path / "run" / "checkpoints")) + 3
+    light.succeed("train_async.py", words(steps, load=str(tmp_path / "run")))
+    check_nothing_is_lost(tmp_path, steps)
 
 
 # ---- disks ------------------------------------------------------------------------------------------------
@@ -381,6 +433,33 @@ def test_a_checkpoint_that_does_not_fit_the_disk_or_was_cut_off_is_left_aside(mo
     assert status == 0 and f"warning: checkpoint {file.parent} is not whole and is left aside" in output
     check_nothing_is_lost(tmp_path, 8)
     assert [r["step"] for r in Ledger.read(str(tmp_path / "run" / "ledger.jsonl")) if r["event"] == "resume"] == [kept[-1], 7]
+
+
+def die_while_removing():
+    """In the second checkpoint that makes room, behind its first file."""
+    remove, calls = shutil.rmtree, Counter()
+
+    def remove_and_die(path, **options):
+        calls[path] += "step_0000002" in path
+        if calls[path]:
+            os.remove(os.path.join(path, "meta.json"))
+            os.kill(os.getpid(), signal.SIGKILL)
+        remove(path, **options)
+
+    checkpoint.shutil = types.SimpleNamespace(rmtree=remove_and_die)
+
+
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_part_of_it(model, fleet, tmp_path):
+    """Nothing that has the name of a checkpoint is a part of one, and the next save removes what is left."""
+    words = lambda **flags: harness.flags(model, tmp_path, "run", fleet(1, lengths="2", unit_seconds=0.0).urls, num_rollout=6, save_interval=1,
+                                          keep_checkpoints=2, **flags)
+    folder = tmp_path / "run" / "checkpoints"
+    status, _ = tiny("train_sync.py", words(), prepare=die_while_removing)
+    assert status == -signal.SIGKILL and {path.name for path in folder.iterdir()} == {"step_0000002.tmp", "step_0000003", "step_0000004"}
+    status, output = tiny("train_sync.py", words(load=str(tmp_path / "run")))
+    assert status == 0 and "is not whole" not in output, output[-2000:]
+    assert {path.name for path in folder.iterdir()} == {"step_0000005", "step_0000006"}
+    check_nothing_is_lost(tmp_path, 6)
 
 
 @pytest.mark.parametrize("name, place", [("rank_00000.pt", 0.5), ("buffer.json", 0.3), ("meta.json", 0.7)])

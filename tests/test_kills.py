@@ -190,6 +190,7 @@ def death(name, draw):
     return event, number_of(event, draw), draw.choice(("before", "after"))
 
 
+@pytest.mark.drill
 @pytest.mark.contract
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_at_every_event(name, words, urls, tmp_path):
@@ -203,6 +204,7 @@ def test_killed_at_every_event(name, words, urls, tmp_path):
     campaign(name, [("save", 2, "torn"), *deaths], words, urls, str(tmp_path))
 
 
+@pytest.mark.drill
 @pytest.mark.contract
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_at_random_moments(name, words, urls, tmp_path):

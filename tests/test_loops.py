@@ -99,6 +99,7 @@ def cut(rig, script, words, hows, out):
     return load
 
 
+@pytest.mark.drill
 @pytest.mark.contract
 @pytest.mark.parametrize("rig, script, hows", [
     (light, "train_async.py", [("trained 3", signal.SIGKILL), ("saving 4", signal.SIGKILL), ("saving 6", signal.SIGTERM),
@@ -125,6 +126,7 @@ def test_kill_and_resume_is_exact(rig, script, hows, model, engine, tmp_path):
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in harness.metrics(tmp_path, "whole")]
 
 
+@pytest.mark.drill
 @pytest.mark.contract
 @pytest.mark.parametrize("rig, hows", [
     (light, [("trained 3", signal.SIGKILL), ("saving 4", signal.SIGKILL), ("trained 7", signal.SIGKILL)]),
@@ -340,6 +342,7 @@ def see(folder):
 MISSING = "object has no attribute 'no_such_thing'"
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("flag, function, said", [
     ("custom_generate_function_path", "a_generate", ":5, in helper: AttributeError: 'str' " + MISSING),
     ("dynamic_sampling_filter_path", "keep", ":5, in helper: AttributeError: 'list' " + MISSING),

@@ -255,6 +255,7 @@ def browse(path, folder):
     return got.stdout, int(re.search(r'data-ready="(\d+)"', root).group(1))
 
 
+@pytest.mark.drill
 def test_the_page_in_a_browser(tiny_model, tmp_path, monkeypatch, capsys):
     """Two runs, 4 and 3 steps. No error in any script, no text that became HTML, curves and samples are there; and nothing is
     fetched: the page's own policy forbids it, and would report it as an error."""

@@ -59,6 +59,7 @@ def test_answers_that_take_for_ever_are_wrong_and_bounded():
     assert score("math", "42", "42") == 1.0
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("body, status", [("while True: pass", None), ("sys.exit(3)", 3)])
 def test_a_checker_that_hangs_or_dies_is_replaced(body, status, monkeypatch, tmp_path):
     """This file as the checker, with less time, and with a math_verify that hangs in spite of its limit, or ends the process."""
@@ -162,6 +163,7 @@ def test_a_service_gets_the_sample_and_says_the_reward(service, monkeypatch):
     assert asked == [{"prompt": "What?", "response": "forty-two", "label": "42", "metadata": {"level": 3}}]
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("status, error", [(400, Dropped), (404, Dropped), (429, OSError), (500, OSError), (503, OSError)])
 def test_what_is_tried_again_and_what_is_not(status, error, service):
     url, _, answers = service
@@ -170,6 +172,7 @@ def test_what_is_tried_again_and_what_is_not(status, error, service):
         score("remote_rm", "42", "42", rm_url=url, reward_timeout=5)
 
 
+@pytest.mark.drill
 def test_a_service_that_is_slow_or_away_is_bounded(service):
     url, _, answers = service
     answers.append((None, "1"))

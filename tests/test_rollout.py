@@ -258,7 +258,8 @@ def test_a_dead_engine_ends_the_run_with_its_name(make, model, tmp_path):
 
 @pytest.mark.drill
 @pytest.mark.parametrize("kind, text", [("missing_logprobs", "log-probs"), ("null_logprobs", "log-prob"), ("nan_logprobs", "log-prob"),
-                                        ("short_logprobs", "log-probs")])
+                                        ("short_logprobs", "log-probs"), ("too_long", "10 tokens where 6 were asked for"),
+                                        ("foreign_ids", "beyond the vocabulary")])
 def test_a_malformed_answer_is_refused_at_ingest_and_names_the_sample(kind, text, make):
     manager = make({"answers": kind, "count": 2}, max_sample_retries=1)
     groups, counts = run(manager.next_groups(0), manager)

@@ -14,6 +14,7 @@ import harness
 from buffer import Ledger
 
 
+@pytest.mark.drill
 @pytest.mark.contract
 def test_kill_9_with_a_real_engine_and_resume(tmp_path):
     """The server dies with the run, and the resumed run trains every prompt exactly once. OFFBEAT_STACK_KILLS=6 asks for more
