@@ -122,7 +122,7 @@ class Engine:
     def __init__(self, options):
         self.o = options
         self.weights = text_key(f"weights {options.weights}")   # fingerprint of all weights
-        self.tensors, self.prints, self.groups = {}, {}, {}
+        self.tensors, self.prints, self.groups, self.told = {}, {}, {}, {}
         self.version, self.released = "default", False
         self.running, self.queue = set(), collections.deque()
         self.cache = {}         # prefix -> weights that its keys and values were computed with
@@ -301,8 +301,9 @@ class Engine:
         for request in self.running:
             self.advance(request)
         try:
-            group = self.groups[b["group_name"]]
-            received = await asyncio.to_thread(receive, group, b["names"], b["dtypes"], b["shapes"], int(limit))
+            if b["names"]:                        # only a group's first request says them
+                self.told[b["group_name"]] = b["names"], b["dtypes"], b["shapes"]
+            received = await asyncio.to_thread(receive, self.groups[b["group_name"]], *self.told[b["group_name"]], int(limit))
         except Exception as error:
             return failure(f"Failed to update parameter online: {error}.")
         if not self.stale:
