@@ -232,30 +232,33 @@ class WeightSender:
 
 def land(work, updated, limit):
     """Waits for the broadcast of one bucket (None: there is none). What an engine fails with surfaces at once, with its name,
-    though the broadcast may hang; EngineError without a name after `limit` seconds."""
-    started = time.time()
+    though the broadcast may hang; EngineError without a name after `limit` seconds, or 5 behind an answer that all is there."""
+    started, said = time.time(), False
     while work is not None and not work.is_completed():
         seconds = time.time() - started
         if seconds > limit:
-            raise EngineError(f"a bucket of weights did not arrive within {limit:g} s (--update-weight-timeout)")
-        if seconds > 0.01:                     # looking costs more than most buckets take
-            raise_failure(updated, 0)
+            raise EngineError("the engines say that they have all weights, but took none of a bucket" if said else
+                              f"a bucket of weights did not arrive within {limit:g} s (--update-weight-timeout)")
+        if seconds > 0.01 and not said and over(updated, 0):       # looking costs more than most buckets take
+            said, limit = True, min(limit, seconds + 5)
         time.sleep(min(1e-4 + seconds / 10, 0.01))
     if work is not None:
         try:
             work.wait()
         except RuntimeError as error:          # of the group's other end; who it is the request to it says
-            raise_failure(updated, 5)
+            over(updated, 5)
             raise EngineError(f"a bucket of weights: {str(error).splitlines()[0]}") from None
 
 
-def raise_failure(updated, patience):
-    """Raises what the engines have failed with, if they have within so many seconds."""
-    if ray.wait([updated], num_returns=1, timeout=patience)[0]:
-        try:
-            ray.get(updated)
-        except EngineError as error:
-            raise getattr(error, "cause", error) from None
+def over(updated, patience):
+    """Whether the engines have received all within so many seconds; raises what one failed with."""
+    if not ray.wait([updated], num_returns=1, timeout=patience)[0]:
+        return False
+    try:
+        ray.get(updated)
+    except EngineError as error:
+        raise getattr(error, "cause", error) from None
+    return True
 
 
 def ipc_handle(bucket, flat):
