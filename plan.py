@@ -38,8 +38,8 @@ RATES = {                        # with what each stands on; "measured": docs/gp
     "train_tflops_moe": (200, "assumed"),       # with experts
     "read_tb_s": (2.9, "assumed"),              # of a GPU's memory in decoding: 0.6 of an H200's 4.8
     "decode_ms": (1.5, "from one run"),         # of a decoding step besides reading: 2.5-3B's 8,192 tokens in 30.7 s
-    "sync_ms": (17.1, "measured"),              # of a sync besides bytes: fitted to 0.6B, 4B and 8B
-    "nvlink_gb_s": (333, "measured"),           # of a sync inside a node: the same fit
+    "sync_ms": (9.1, "measured"),               # of a sync besides bytes: the line through 0.6B and 8B
+    "nvlink_gb_s": (369, "measured"),           # of a sync inside a node: the same line
     "network_gb_s": (40, "assumed"),            # between nodes, one source at a time: a card of 400 Gbit/s
     "lengths": ("lognormal", "assumed"),        # as --lengths of scripts/simulate.py; without numbers: median 1/16 of the longest
 }

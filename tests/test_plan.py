@@ -46,7 +46,10 @@ def test_experts_count_as_the_model_cards_say(name, total, active):
 @pytest.mark.parametrize("name, words, buckets, measured", [
     ("qwen3-4b", ["--max-tokens-per-gpu", "8192", "--use-distributed-optimizer"], False, 122),
     ("qwen3-8b", ["--max-tokens-per-gpu", "4096", "--use-distributed-optimizer", "--actor-num-gpus-per-node", "2"], False, 130),
-    ("qwen2.5-3b", ["--max-tokens-per-gpu", "9216", "--update-weight-buffer-size", str(2 << 30)], True, 109.4)])
+    ("qwen2.5-3b", ["--max-tokens-per-gpu", "9216", "--update-weight-buffer-size", str(2 << 30)], True, 109.4),
+    ("qwen2.5-3b", ["--max-tokens-per-gpu", "9216", "--update-weight-buffer-size", str(2 << 30), "--use-distributed-optimizer",
+                    "--actor-num-gpus-per-node", "2"], True, 90.9),
+    ("qwen3-0.6b", ["--max-tokens-per-gpu", "8192"], True, 28.6)])
 def test_memory_is_within_a_tenth_of_what_was_measured(name, words, buckets, measured):
     args = parse(name, *words, "--rollout-max-response-len", "2048")
     memory = plan.trainer_memory(args, plan.known_config(name))
