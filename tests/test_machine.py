@@ -349,5 +349,5 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = pytest.mark.contract(Life.TestCase)
-TestLife.settings = settings(max_examples=800, stateful_step_count=25, derandomize=True, deadline=None, database=None,
+TestLife.settings = settings(max_examples=500, stateful_step_count=25, derandomize=True, deadline=None, database=None,
                              suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
