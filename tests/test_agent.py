@@ -396,7 +396,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine():
-    servers = scripted_engine.start(1, vocab_size=250, lengths="3:1,2:4,1:14", unit_seconds=0.01)
+    servers = scripted_engine.start(1, vocab_size=250, lengths="3:1,2:4,1:14", unit_seconds=0.03)   # longer than a step trains
     yield servers[0][1]
     scripted_engine.stop(servers)
 
