@@ -4,7 +4,8 @@ is exercised on a laptop. Where CUDA exists nothing is touched: one code path se
 megatron-core names CUDA in five ways that a machine without it cannot serve: `device=torch.cuda.current_device()`,
 the literal `device="cuda"` (schedules.py), `Tensor.cuda()` and the type string 'torch.cuda.FloatTensor' (its
 optimizers), the CUDA random states of its tracker, and the stream on which the dispatch of tokens to experts copies
-its counts to the host. It compiles, and it gathers unequal parts, which gloo does not. They are answered here, in this process only.
+its counts to the host. It compiles, and it gathers unequal parts, which gloo does not. They are answered here, in this
+process only.
 """
 import functools
 import sys

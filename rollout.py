@@ -26,7 +26,7 @@ import ray
 
 import checkpoint
 from agent import Agent, gather, no_exit, no_exit_async, plain_generate
-from args import load_function
+from args import load_function, read_config
 from batch import batch_metrics, load_groups, make_batch, plain_column, save_groups
 from buffer import Buffer, Dropped, Gate, Group, Ledger, Stream
 from data import PromptRows, file_digest
@@ -73,8 +73,7 @@ class RolloutManager:
         self.args = args
         self.tokenizer = load_tokenizer(args)
         self.stops = stop_ids(args, self.tokenizer)
-        with open(os.path.join(args.hf_checkpoint, "config.json")) as f:
-            self.vocab_size = json.load(f)["vocab_size"]
+        self.vocab_size = read_config(args.hf_checkpoint, "--hf-checkpoint")["vocab_size"]
         self.buffer = make_buffer(args, self.tokenizer)
         self.stream = make_stream(args, self.buffer)
         self.fleet = Fleet(args, self.buffer.ledger if self.buffer else Ledger())

@@ -238,7 +238,7 @@ def speed(args, rows):
     rows = rows[1:] or rows
     mean = lambda name: statistics.fmean(row.get(name, 0.0) for row in rows)
     step = mean("perf/step_time")
-    waited = mean("perf/wait_prev_gen") + mean("sync/pause_time") - mean("sync/eval_wait_time")    # both wait for evaluations
+    waited = statistics.fmean(map(seconds_waited, rows))
     syncing = mean("sync/time") - mean("sync/pause_time")             # of each step, on average
     alone = statistics.fmean([row["sync/time"] - row["sync/pause_time"] for row in rows if "sync/time" in row] or [0.0])
     generation, update = mean("perf/lone_generate_time"), mean("perf/train_time") - mean("perf/log_probs_time")
@@ -325,12 +325,15 @@ def long_tail_flags(args):
 WARNINGS = (all_rewards_equal, truncated_responses, long_prompts, waiting_for_generation)     # (args, last rows) -> text or None
 
 
+def seconds_waited(row):
+    """That training waited for generation. A stream without partial rollout waits for what runs at the sync, not at the batch;
+    there an evaluation is waited for as well, which does not count."""
+    wait = lambda name: row.get(name, 0.0)
+    return wait("perf/wait_prev_gen") + wait("sync/pause_time") - wait("sync/eval_wait_time")
+
+
 def wait_share(rows):
-    """Share of the time that training waited for generation. A stream without partial rollout waits for what runs at the sync,
-    not at the batch; there an evaluation is waited for as well, which does not count."""
-    synced = lambda row: row.get("sync/pause_time", 0.0) - row.get("sync/eval_wait_time", 0.0)
-    return (sum(row["perf/wait_prev_gen"] + synced(row) for row in rows)
-            / sum(row["perf/step_time"] for row in rows))
+    return sum(map(seconds_waited, rows)) / sum(row["perf/step_time"] for row in rows)
 
 
 def length_tail(rows):
