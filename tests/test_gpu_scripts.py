@@ -20,14 +20,16 @@ from args import parse_args
 from batch import load_groups
 
 
-def test_forced_lengths_have_the_long_tail_and_follow_from_row_and_index():
+def test_forced_lengths_have_the_long_tail_in_every_step_and_follow_from_row_and_index():
     """Median 512, one in a hundred at the cut of 8,192; the same in every process, whatever was drawn before."""
-    lengths = [bench_async_gpu.forced_length(row, index, 512, 8192) for row in range(2500) for index in range(8)]
-    assert statistics.median(lengths) == pytest.approx(512, rel=0.03)
-    assert sum(n == 8192 for n in lengths) / len(lengths) == pytest.approx(0.01, abs=0.003)
-    assert min(lengths) >= 1 and max(lengths) == 8192
-    assert bench_async_gpu.forced_length(7, 3, 512, 8192) == lengths[7 * 8 + 3]
-    assert len(set(lengths[:8])) > 4                                   # the samples of a group differ
+    groups = [[bench_async_gpu.forced_length(row, index, 36, 8, 512, 8192) for index in range(8)] for row in range(72)]
+    first, second = ([n for group in part for n in group] for part in (groups[:36], groups[36:]))
+    assert sorted(first) == sorted(second) and first != second        # a step's lengths are any other's, in another order
+    assert statistics.median(first) == pytest.approx(512, rel=0.01)
+    assert statistics.mean(first) == pytest.approx(990, rel=0.005)    # 512 e^(s^2/2) = 1,041 uncut, s = ln 16 / 2.326
+    assert sum(n == 8192 for n in first) == 3                         # of 288: P(above) = 0.01
+    assert min(first) >= 1 and max(first) == 8192
+    assert len(set(groups[0])) > 4                                    # the samples of a group differ
 
 
 def test_every_answer_has_the_length_that_it_is_given(tmp_path, monkeypatch):
@@ -36,7 +38,7 @@ def test_every_answer_has_the_length_that_it_is_given(tmp_path, monkeypatch):
     try:
         monkeypatch.setattr(bench_async_gpu.placement, "RolloutManager", None)
         monkeypatch.setattr(rollout.ray, "put", lambda batch: batch)
-        bench_async_gpu.force_lengths(median=8, longest=24)
+        bench_async_gpu.force_lengths(4, 2, median=8, longest=24)
         args = parse_args(harness.flags(harness.make_model(tmp_path), tmp_path, "run", [servers[0][1]], rollout_max_response_len=30))
 
         async def batch():
@@ -51,7 +53,7 @@ def test_every_answer_has_the_length_that_it_is_given(tmp_path, monkeypatch):
     samples = [s for group in load_groups(args.record_path.format(step=0)) for s in group.samples]
     assert len(samples) == 8
     for s in samples:
-        assert len(s.response_tokens) == bench_async_gpu.forced_length(s.row, s.index, 8, 24)
+        assert len(s.response_tokens) == bench_async_gpu.forced_length(s.row, s.index, 4, 2, 8, 24)
 
 
 def test_the_curve_adds_up_the_steps_and_the_evaluation_is_first_and_last(tmp_path):

@@ -9,7 +9,8 @@ long tail.
 Any other flag goes to train_*.py or the server. Everything is real: SGLang, Megatron, Ray, the
 weight sync. Weights are random, and so that this does not matter each sample has to be of a given
 length: lognormal, median 512, 1 % above 8,192, where it is cut; the same in every arm, since it
-follows from the prompt's row and the sample's index alone.
+follows from the prompt's row and the sample's index alone. So many consecutive prompts as a step has
+groups have exactly this distribution's quantiles, shuffled: no arm has luck with its few steps.
 
     sync           train_sync.py --colocate: both GPUs generate, then both train
     one_step_off   train_async.py, one GPU each
@@ -19,8 +20,9 @@ follows from the prompt's row and the sample's index alone.
 
 All arms have the same flags besides, and old log-probs are the engine's (bypass). The first steps
 of an arm are not counted. Last line: `async one_step_off 1.02 stale 0.98 partial 1.91`, samples per
-second relative to sync. In a short window the stream's short samples come first, so each arm also
-says how long its samples were, and its tokens per second.
+second relative to sync. The stream's short samples come first, and then what was in flight meanwhile:
+partial has as many uncounted steps as that takes, and each arm also says how long its samples were,
+and its tokens per second.
 """
 
 import argparse
@@ -50,9 +52,13 @@ SIGMA = math.log(16) / 2.326           # the 99th percentile is 16 times the med
 ARMS = {"sync": train_sync, "partial": train_fully_async, "one_step_off": train_async, "stale": train_fully_async}
 
 
-def forced_length(row, index, median, longest):
-    """Tokens of the answer number `index` to the prompt in `row` of the data."""
-    return max(1, min(longest, round(random.Random(f"{row}/{index}").lognormvariate(math.log(median), SIGMA))))
+def forced_length(row, index, groups, samples, median, longest):
+    """Tokens of the answer number `index` to the prompt in `row` of the data: in each block of `groups` rows, a step's, the
+    quantiles (k + 1/2) / count of the distribution, in an order that is the block's own."""
+    order = list(range(groups * samples))
+    random.Random(row // groups).shuffle(order)
+    quantile = (order[row % groups * samples + index] + 0.5) / len(order)
+    return max(1, min(longest, round(math.exp(statistics.NormalDist(math.log(median), SIGMA).inv_cdf(quantile)))))
 
 
 class ForcedLengths(RolloutManager):
@@ -72,10 +78,10 @@ class ForcedLengths(RolloutManager):
         return await super().ask(work, sample, payload)
 
 
-def force_lengths(median, longest):
+def force_lengths(groups, samples, median, longest):
     """The rollout managers that are started from now on."""
-    placement.RolloutManager = type("ForcedLengths", (ForcedLengths,), {
-        "length": staticmethod(functools.partial(forced_length, median=median, longest=longest))})
+    placement.RolloutManager = type("ForcedLengths", (ForcedLengths,), {"length": staticmethod(functools.partial(
+        forced_length, groups=groups, samples=samples, median=median, longest=longest))})
 
 
 def parse(argv=None):
@@ -85,8 +91,8 @@ def parse(argv=None):
     parser.add_argument("--groups", type=int, default=16, help="groups of a step")
     parser.add_argument("--samples", type=int, default=8, help="samples of a group")
     parser.add_argument("--threshold", type=float, default=1.0, help="--staleness-threshold of stale and partial")
-    parser.add_argument("--steps", type=int, default=2, help="steps that are counted; partial, whose steps are short, has "
-                        "3 times as many")
+    parser.add_argument("--steps", type=int, default=2, help="steps that are counted; twice as many of partial, "
+                        "whose steps are short")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="arms to run; ratios are to sync")
     parser.add_argument("--output-dir", default=os.path.join(ROOT, "runs", "bench_async_gpu"), help="folder of the runs")
@@ -119,7 +125,7 @@ def arm_args(name, model, prompts, options, flags, num_rollout):
              "--num-rollout", str(num_rollout), "--rollout-batch-size", str(options.groups),
              "--n-samples-per-prompt", str(options.samples), "--rollout-max-prompt-len", str(options.prompt_tokens),
              "--rollout-max-response-len", str(options.longest), "--custom-rm-path", "harness.token_reward",
-             "--policy-old", "rollout", "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(max(2 * options.longest, longest)),
+             "--policy-old", "rollout", "--no-rollout-shuffle", "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(max(2 * options.longest, longest)),
              "--no-record", "--use-distributed-optimizer", "--device", options.device, "--actor-num-gpus-per-node", str(gpus),
              "--sglang-server-concurrency", str(slots), "--sglang-load-format", "dummy", *own]
     if options.device == "cuda":
@@ -131,7 +137,7 @@ def arm_args(name, model, prompts, options, flags, num_rollout):
 def measure(name, model, prompts, options, flags, servers):
     """Runs an arm. Returns its samples and tokens per second."""
     streams = name in ("stale", "partial")
-    warm, counted = {"sync": (1, 1), "one_step_off": (1, 1), "stale": (1, 1), "partial": (2, 2)}[name]
+    warm, counted = {"sync": (1, 1), "one_step_off": (1, 1), "stale": (1, 1), "partial": (4, 2)}[name]
     counted *= options.steps
     print(f"\n{name}: {warm} + {counted} steps", flush=True)
     args = arm_args(name, model, prompts, options, flags, warm + counted)
@@ -152,7 +158,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         model = make_shape(options.shape, folder)
         prompts = write_prompts(model, options.prompt_tokens)
-        force_lengths(options.median, options.longest)
+        force_lengths(options.groups, options.samples, options.median, options.longest)
         placement.TrainWorker = RandomWorker
         args = arm_args("sync", model, prompts, options, flags, 1)
         placement.start_ray(args)

@@ -53,7 +53,7 @@ def own_flags(options, folder):
     longest = 1024 if options.device == "cuda" else 64
     options.model = make_shape(options.name, folder)
     prompts, few = write_prompts(options.model, 16), write_prompts(options.model, 16, "eval", 16)
-    force_lengths(longest // 16, longest)
+    force_lengths(32, 8, longest // 16, longest)                        # the recipe's step
     placement.TrainWorker = RandomWorker
     return ["--prompt-data", prompts, "--custom-rm-path", "harness.token_reward", "--rollout-max-response-len", str(longest),
             "--eval-prompt-data", "sums", few, "--sglang-load-format", "dummy"]
