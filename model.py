@@ -6,15 +6,15 @@ log-probabilities with token_logprobs(). Gradients are summed over micro-batches
 nothing: the loss carries its own, global, denominator.
 """
 import datetime
+import functools
+import inspect
 import json
 import logging
-import inspect
 import math
 import os
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import cpu_shim
 
@@ -43,7 +43,6 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 import weight_map
@@ -228,8 +227,13 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-# torch before 2.12 has no such switch: its kernel takes fewer key-value heads without being told
-VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+@functools.cache
+def varlen_attention():
+    """torch's flash attention of packed sequences. Imported where there is a GPU to run it: it brings torch's compiler along."""
+    from torch.nn.attention.varlen import varlen_attn
+    # torch before 2.12 has no such switch: its kernel takes fewer key-value heads without being told
+    switch = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return functools.partial(varlen_attn, **switch)
 
 
 class PackedAttention(MegatronModule):
@@ -243,8 +247,8 @@ class PackedAttention(MegatronModule):
     def forward(self, q, k, v, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         p, (q, k, v) = packed_seq_params, (x.squeeze(1) for x in (q, k, v))
         if q.is_cuda and q.dtype is not torch.float32:
-            out = varlen_attn(q, k, v, p.cu_seqlens_q, p.cu_seqlens_kv, p.max_seqlen_q, p.max_seqlen_kv,
-                              scale=self.scale, window_size=(-1, 0), **VARLEN_GQA)
+            out = varlen_attention()(q, k, v, p.cu_seqlens_q, p.cu_seqlens_kv, p.max_seqlen_q, p.max_seqlen_kv,
+                                     scale=self.scale, window_size=(-1, 0))
         else:
             lengths = p.cu_seqlens_q.diff().tolist()
             out = torch.cat([self.one_sequence(*qkv) for qkv in zip(*(x.split(lengths) for x in (q, k, v)))])
@@ -409,7 +413,7 @@ def forward(model, packed):
     angles = torch.cat([angles, angles], dim=-1)[:, None, None]  # [T, 1, 1, head_dim]
     gpt.rotary_pos_emb.forward = lambda *_, **__: angles
     if gpt.post_process:
-        gpt.output_layer.forward = partial(_response_rows, gpt.config.sequence_parallel, packed.response_index)
+        gpt.output_layer.forward = functools.partial(_response_rows, gpt.config.sequence_parallel, packed.response_index)
     keep_bf16 = {"fp32_output": False} if gpt.config.bf16 else {}
     out = model(packed.ids, None, None, packed_seq_params=packed.layout, **keep_bf16)
     return out[0] if gpt.post_process else out
@@ -422,6 +426,24 @@ def _response_rows(sequence_parallel, index, hidden, weight=None, runtime_gather
 
 
 # ---- the vocabulary head --------------------------------------------------------------------------------------------
+class _Logits(torch.autograd.Function):
+    """hidden [n, h] x weight [v, h] -> logits [n, v] in fp32, also of bf16: as bf16 a logit of 20 is rounded by up to 1/16, and
+    the log-prob is off by as much. The gradients have the operands' type."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.mm(hidden, weight.T, out_dtype=torch.float32)  # what the GPU sums up in anyway
+        return F.linear(hidden.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(hidden.dtype)
+        return grad @ weight, grad.T @ hidden
+
+
 class _LabelLogprob(torch.autograd.Function):
     """log p(label) and entropy [n] of logits [n, v] whose columns are split over the tensor parallel ranks.
     d logp / dx_j = [j = label] - p_j;  d H / dx_j = -p_j (log p_j + H)."""
@@ -460,7 +482,7 @@ def token_logprobs(model, hidden, labels, temperature, chunk=1024, entropy=False
     padded = max(0, (mpu.get_tensor_model_parallel_rank() + 1) * weight.size(0) - gpt.true_vocab_size)
 
     def rows(hidden, labels):
-        logits = F.linear(hidden, weight).float().div_(temperature)
+        logits = _Logits.apply(hidden, weight).div_(temperature)
         if padded:  # rows that only fill up the tensor parallel split have logit 0, but no part in the softmax
             logits[:, -padded:] = -1e30  # finite: 0 x inf would be NaN
         return _LabelLogprob.apply(logits, labels)
@@ -495,7 +517,7 @@ def run(models, packed, loss_func, forward_only=False):
 
     def forward_step(batches, model):
         index, batch = next(batches)
-        return forward(model, batch), partial(loss_of, index)
+        return forward(model, batch), functools.partial(loss_of, index)
 
     with torch.no_grad() if forward_only else nullcontext():
         return get_forward_backward_func()(

@@ -622,6 +622,24 @@ def test_bf16_is_near_fp32(outcome, label):
     assert outcome(label)["logp"] < 0.1
 
 
+def test_logits_of_bf16_are_not_rounded_to_bf16():
+    """A logit of 20 would be off by up to 1/16. Products and gradients as torch has them in fp64."""
+    import model as M
+    torch.manual_seed(0)
+    hidden, weight = 2 * torch.randn(5, 64).bfloat16(), torch.randn(11, 64).bfloat16()
+    grad, results = torch.randn(5, 11), []
+    for function, dtype in ((M._Logits.apply, torch.bfloat16), (F.linear, torch.float64)):
+        operands = [t.detach().to(dtype).requires_grad_() for t in (hidden, weight)]
+        logits = function(*operands)
+        logits.backward(grad.to(logits.dtype))
+        results.append((logits, *(t.grad for t in operands)))
+    (logits, *grads), (want, *want_grads) = results
+    assert logits.dtype == torch.float32 and want.abs().max() > 16
+    assert (logits - want).abs().max() < 2e-5
+    for got, wanted in zip(grads, want_grads):
+        assert got.dtype == torch.bfloat16 and (got - wanted).norm() < 0.01 * wanted.norm()
+
+
 @pytest.mark.parametrize("label", labels(export))
 def test_export_loads_in_transformers(outcome, folder, label):
     import transformers
