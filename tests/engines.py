@@ -30,7 +30,7 @@ def free_port():
 def serve(words):
     for number in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-    asyncio.run(scripted_engine.serve(scripted_engine.parse(words)))
+    asyncio.run(scripted_engine.serve(scripted_engine.parse([*words, "--die-with-parent", str(os.getppid())])))
 
 
 class Engines:
@@ -50,7 +50,7 @@ class Engines:
         self.thread.start()
 
     def start(self, i):
-        process = light.server().Process(target=serve, args=([*self.words, "--die-with-parent", "--port", str(self.ports[i])],))
+        process = light.server().Process(target=serve, args=([*self.words, "--port", str(self.ports[i])],))
         process.start()
         return process
 

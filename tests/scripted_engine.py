@@ -526,8 +526,7 @@ async def serve(options):
     site = web.TCPSite(runner, options.host, options.port, backlog=2048)
     await site.start()
     print("PORT", site._server.sockets[0].getsockname()[1], flush=True)
-    parent = os.getppid()
-    while not (options.die_with_parent and os.getppid() != parent):
+    while options.die_with_parent in (None, os.getppid()):       # by its number: the parent may be gone already
         await asyncio.sleep(0.3)
 
 
@@ -547,14 +546,14 @@ def parse(argv=None):
     p.add_argument("--context-length", type=int, default=4096, help="prompt + budget beyond it: 400")
     p.add_argument("--group-timeout", type=float, default=60, help="seconds for joining a group and for a broadcast")
     p.add_argument("--api-key", help="what clients must send")
-    p.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
+    p.add_argument("--die-with-parent", type=int, metavar="PID", help="end when the parent process, PID, ends")
     return p.parse_args(argv)
 
 
 def start(n=1, **options):
     """Starts n engines with these options of the command line: [(process, url), ...]. End them with `stop`."""
     flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    argv = [sys.executable, os.path.abspath(__file__), "--die-with-parent", *flags]
+    argv = [sys.executable, os.path.abspath(__file__), "--die-with-parent", str(os.getpid()), *flags]
     processes = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(n)]
     engines = []
     for process in processes:

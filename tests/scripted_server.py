@@ -22,8 +22,8 @@ OPTIONS = [word for name, value in ENGINE.items() for word in (f"--{name.replace
 class ScriptedServer(engine.Server):
     def start(self):
         engine.server_command = lambda args, model_path, port, rank, host: (
-            [sys.executable, os.path.join(os.path.dirname(__file__), "scripted_engine.py"), "--die-with-parent", "--host", host,
-             "--port", str(port), *OPTIONS], dict(os.environ))
+            [sys.executable, os.path.join(os.path.dirname(__file__), "scripted_engine.py"), "--die-with-parent", str(os.getpid()),
+             "--host", host, "--port", str(port), *OPTIONS], dict(os.environ))
         return super().start()
 
 

@@ -129,7 +129,7 @@ def test_an_engine_that_hangs_is_left_out_until_it_answers(model, fleet, tmp_pat
     after(lambda: states(tmp_path, 1)[:1] == ["lost"], lambda: pair.signal(1, signal.SIGKILL))
     light.succeed("train_async.py", harness.flags(model, tmp_path, "run", pair.urls, num_rollout=8, **QUICK))
     check_nothing_is_lost(tmp_path, 8)
-    assert states(tmp_path, 1)[0] == "lost" and records(tmp_path, "engine")[0]["time"] - stopper.acted < 6
+    assert states(tmp_path, 1)[0] == "lost" and records(tmp_path, "engine")[0]["time"] - stopper.acted < 20
 
 
 @pytest.mark.parametrize("orders, why", [

@@ -72,7 +72,7 @@ def test_a_real_engine_that_hangs_is_started_again_and_joins(tmp_path):
     states = of_run("engine")
     assert [r["state"] for r in states] == ["lost", "ready", "up"]
     print(f"noticed after {states[0]['time'] - stopped:.1f} s ({states[0]['why'][:120]}), up again after {states[2]['time'] - stopped:.1f} s")
-    assert 0 < states[0]["time"] - stopped < 15
+    assert 0 < states[0]["time"] - stopped < 60
     outcomes = Ledger.outcomes(str(path))
     assert len(outcomes) == 32 and all(group["outcome"] == "trained" for group in outcomes.values())
     rows = harness.metrics(out, "hang")
