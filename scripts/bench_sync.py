@@ -113,7 +113,7 @@ def measure(model, folder, options, flags):
     """All cases of a shape, with the same engines. Returns their lines."""
     servers, lines, tp = [], [], options.rollout_num_gpus_per_engine
     training, most = max(map(ranks, options.layouts.values())), max(options.engines)
-    largest = max(options.layouts.values(), key=ranks)
+    largest = max(options.layouts, key=lambda name: ranks(options.layouts[name]))
     args = case_args(model, folder, options, flags, largest, most)
     placement.start_ray(args)
     try:
@@ -121,9 +121,9 @@ def measure(model, folder, options, flags):
         raw = {count: 1e3 * raw_broadcast(args, training, count * tp, size) for count in options.engines}
         resident.start_servers(args, [",".join(gpus[i:i + tp]) if gpus[0] else None
                                       for i in range(training, training + most * tp, tp)], servers)
-        for name, sizes in options.layouts.items():
+        for name in options.layouts:
             for count in options.engines:
-                args = case_args(model, folder, options, flags, sizes, count)
+                args = case_args(model, folder, options, flags, name, count)
                 ms = time_syncs(args, servers[:count], size, options.syncs)
                 case = os.path.basename(model) + f":{name}-{count}xtp{tp}" * options.named
                 print(f"{case}: {size / 1e9:.2f} GB, " + ", ".join(f"{what} {value:.1f}" for what, value in ms.items())
@@ -134,10 +134,11 @@ def measure(model, folder, options, flags):
     return lines
 
 
-def case_args(model, folder, options, flags, sizes, engines):
+def case_args(model, folder, options, flags, name, engines):
+    sizes = options.layouts[name]
     words = ["--hf-checkpoint", model, "--prompt-data", f"{model}/prompts.jsonl", "--num-rollout", "1", "--device", options.device,
-             "--output-dir", folder, "--run-name", f"run-{os.path.basename(model)}", "--rollout-max-prompt-len", "64",
-             "--rollout-max-response-len", "64", "--update-weight-buffer-size", str(options.update_weight_buffer_size),
+             "--output-dir", folder, "--run-name", f"run-{os.path.basename(model)}-{name}-{engines}",
+             "--rollout-max-prompt-len", "64", "--rollout-max-response-len", "64", "--update-weight-buffer-size", str(options.update_weight_buffer_size),
              "--tensor-model-parallel-size", str(sizes["tp"]), "--pipeline-model-parallel-size", str(sizes["pp"]),
              "--actor-num-gpus-per-node", str(ranks(sizes)), "--rollout-batch-size", str(4 * sizes["dp"]),
              "--rollout-num-gpus", str(engines * options.rollout_num_gpus_per_engine),

@@ -4,12 +4,15 @@ packed 4k-token samples.
     python scripts/bench_train.py 4B                                      one GPU
     python scripts/bench_train.py 8B --gpus 2 --max-tokens-per-gpu 4096
         data parallel, optimizer states split
+    python scripts/bench_train.py 8B --gpus 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
     python scripts/bench_train.py tiny --device cpu --length 256          a rehearsal
     python scripts/bench_train.py 4B --profile  the kernels that take the time
 
 Counted are the model's operations, 6 for each weight and token (the head at response positions
 only) and those of causal attention; recomputation does not count. Last line: `train 4B 0.46 13228`
-= that share of the matrix peak measured in this run, tokens per second on all GPUs.
+= that share of the matrix peak measured in this run, tokens per second on all GPUs. On more than
+two GPUs, or not data parallel, the layout stands behind the shape: `train 8B:tp2pp2 0.40 30000`. With --dry-run the memory
+is estimated, and nothing is started.
 """
 
 import argparse
@@ -26,6 +29,11 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
+import plan
+from args import parse_args
+from engine import free_address
+from shapes import make_shape, random_weights
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,8 +45,12 @@ def main():
     parser.add_argument("--max-tokens-per-gpu", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=4, help="the first warms up")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
     options, flags = parser.parse_known_args()             # any flag of the trainer
     with tempfile.TemporaryDirectory() as folder:
+        if options.dry_run:
+            return estimate(options, flags, folder)
+        options.port = free_address()[1]
         queue = mp.get_context("spawn").SimpleQueue()
         mp.spawn(rank_main, (options, flags, folder, queue), nprocs=options.gpus)
         print(queue.get(), flush=True)
@@ -47,20 +59,11 @@ def main():
 def rank_main(rank, options, flags, folder, queue):
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[rank] if options.device == "cuda" else ""
-    from args import parse_args
-    from shapes import make_shape, random_weights
     random_weights()
     from trainer import TrainWorker
 
-    path = make_shape(options.shape, os.path.join(folder, str(rank)))
-    prompt = options.length // 8
-    words = ["--hf-checkpoint", path, "--prompt-data", f"{path}/prompts.jsonl", "--output-dir", folder, "--run-name", f"rank{rank}",
-             "--num-rollout", "1", "--rollout-batch-size", str(options.samples * options.gpus // 4), "--n-samples-per-prompt", "4",
-             "--rollout-max-prompt-len", str(prompt), "--rollout-max-response-len", str(options.length - prompt),
-             "--actor-num-gpus-per-node", str(options.gpus), "--use-dynamic-batch-size", "--use-distributed-optimizer",
-             "--max-tokens-per-gpu", str(options.max_tokens_per_gpu), "--device", options.device, *flags]
-    args = parse_args(words + ["--bf16"] * (options.device == "cuda"), "train_sync.py")
-    worker = TrainWorker(args, rank, "127.0.0.1:29533")
+    args = rank_args(rank, options, flags, folder)
+    worker = TrainWorker(args, rank, f"127.0.0.1:{options.port}")
     seconds = []
     for step in range(options.steps):
         started = time.perf_counter()
@@ -68,15 +71,46 @@ def rank_main(rank, options, flags, folder, queue):
             worker.train(step, make_batch(options, worker.hf, step))
         seconds.append(time.perf_counter() - started)
     if rank == 0:
-        tokens = options.samples * options.gpus * options.length
-        step_time, peak = statistics.median(seconds[1:]), matrix_peak(options.device) * options.gpus
-        share = flops(worker.hf, options) * options.samples * options.gpus / step_time / peak
-        memory = torch.cuda.max_memory_allocated() / 1e9 if options.device == "cuda" else 0.0
-        print(f"{options.shape}: {step_time:.2f} s for {tokens} tokens on {options.gpus} GPUs; peak {peak / options.gpus / 1e12:.0f} "
-              f"TFLOP/s each; {memory:.0f} GB used; steps {[round(s, 2) for s in seconds]}", flush=True)
-        queue.put(f"train {options.shape} {share:.2f} {tokens / step_time:.0f}")
+        queue.put(result(options, args, worker.hf, seconds))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def rank_args(rank, options, flags, folder):
+    path = make_shape(options.shape, os.path.join(folder, str(rank)))
+    prompt = options.length // 8
+    words = ["--hf-checkpoint", path, "--prompt-data", f"{path}/prompts.jsonl", "--output-dir", folder, "--run-name", f"rank{rank}",
+             "--num-rollout", "1", "--rollout-batch-size", str(options.samples * options.gpus // 4), "--n-samples-per-prompt", "4",
+             "--rollout-max-prompt-len", str(prompt), "--rollout-max-response-len", str(options.length - prompt),
+             "--actor-num-gpus-per-node", str(options.gpus), "--use-dynamic-batch-size", "--use-distributed-optimizer",
+             "--max-tokens-per-gpu", str(options.max_tokens_per_gpu), "--device", options.device, *flags]
+    return parse_args(words + ["--bf16"] * (options.device == "cuda"), "train_sync.py")
+
+
+def result(options, args, hf, seconds):
+    tokens = options.samples * options.gpus * options.length
+    step_time, peak = statistics.median(seconds[1:]), matrix_peak(options.device) * options.gpus
+    share = flops(hf, options) * options.samples * options.gpus / step_time / peak
+    memory = torch.cuda.max_memory_allocated() / 1e9 if options.device == "cuda" else 0.0
+    print(f"{options.shape}: {step_time:.2f} s for {tokens} tokens on {options.gpus} GPUs; peak {peak / options.gpus / 1e12:.0f} "
+          f"TFLOP/s each; {memory:.0f} GB used; steps {[round(s, 2) for s in seconds]}", flush=True)
+    return f"train {case(options, args)} {share:.2f} {tokens / step_time:.0f}"
+
+
+def case(options, args):
+    """The shape, and the layout where it is more than data parallel on one or two GPUs."""
+    sizes = {"tp": args.tensor_model_parallel_size, "pp": args.pipeline_model_parallel_size, "dp": args.data_parallel_size}
+    named = options.gpus > 2 or sizes["dp"] < options.gpus
+    return options.shape + (":" + "".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1) if named else "")
+
+
+def estimate(options, flags, folder):
+    options.device = "cuda"                                # for its memory; it need not be there
+    args = rank_args(0, options, [*flags, "--dry-run"], folder)
+    parts = plan.trainer_memory(args, plan.known_config(f"qwen3-{options.shape}"))
+    parts.pop("buckets of the sync")                       # there is none
+    print(f"{case(options, args)} on {options.gpus} GPUs: {sum(parts.values()):.1f} of {args.gpu_memory_gb:.0f} GB = "
+          + " + ".join(f"{part} {size:.1f}" for part, size in parts.items() if size), flush=True)
 
 
 def make_batch(options, hf, step):

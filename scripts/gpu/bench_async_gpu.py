@@ -1,9 +1,9 @@
-"""What the asynchronous modes gain on two GPUs, in samples trained per second, where answers have a
-long tail.
+"""What the asynchronous modes gain, in samples trained per second, where answers have a long tail.
 
     python scripts/gpu/bench_async_gpu.py [--sglang-...]  Qwen3-0.6B's shape, 16 groups of 8 samples
     python scripts/gpu/bench_async_gpu.py --shape 2.5-3B --groups 32 --prompt-tokens 1024 \\
         --threshold 2 --max-tokens-per-gpu 9216
+    python scripts/gpu/bench_async_gpu.py --gpus 8 --arms sync one_step_off:6+2 partial:4+4 ...
     python scripts/gpu/bench_async_gpu.py --device cpu  a rehearsal: the tiny model, lengths / 64
 
 Any other flag goes to train_*.py or the server. Everything is real: SGLang, Megatron, Ray, the
@@ -12,8 +12,8 @@ length: lognormal, median 512, 1 % above 8,192, where it is cut; the same in eve
 follows from the prompt's row and the sample's index alone. So many consecutive prompts as a step has
 groups have exactly this distribution's quantiles, shuffled: no arm has luck with its few steps.
 
-    sync           train_sync.py --colocate: both GPUs generate, then both train
-    one_step_off   train_async.py, one GPU each
+    sync           train_sync.py --colocate: all GPUs generate, then all train
+    one_step_off   train_async.py, half of the GPUs for each side, or 6+2: 6 train, 2 generate
     stale          train_fully_async.py: generation runs --threshold of a batch ahead, and is
                    drained before a sync
     partial        the same with --partial-rollout
@@ -22,7 +22,8 @@ All arms have the same flags besides, and old log-probs are the engine's (bypass
 of an arm are not counted. Last line: `async one_step_off 1.02 stale 0.98 partial 1.91`, samples per
 second relative to sync. The stream's short samples come first, and then what was in flight meanwhile:
 partial has as many uncounted steps as that takes, and each arm also says how long its samples were,
-and its tokens per second.
+and its tokens per second. Beside each stands what scripts/simulate.py predicts from the lengths and
+rates of the synchronous arm alone.
 """
 
 import argparse
@@ -36,11 +37,13 @@ import signal
 import statistics
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import resident
 from resident import ROOT, RandomWorker
 
 import placement
+import simulate
 import train_async
 import train_fully_async
 import train_sync
@@ -49,7 +52,8 @@ from rollout import RolloutManager
 from shapes import make_shape
 
 SIGMA = math.log(16) / 2.326           # the 99th percentile is 16 times the median
-ARMS = {"sync": train_sync, "partial": train_fully_async, "one_step_off": train_async, "stale": train_fully_async}
+SCRIPTS = {"sync": train_sync, "partial": train_fully_async, "one_step_off": train_async, "stale": train_fully_async}
+STEPS = {"sync": (1, 1), "one_step_off": (1, 1), "stale": (1, 1), "partial": (4, 2)}     # not counted, and counted per --steps
 
 
 def forced_length(row, index, groups, samples, median, longest):
@@ -94,14 +98,32 @@ def parse(argv=None):
     parser.add_argument("--steps", type=int, default=2, help="steps that are counted; twice as many of partial, "
                         "whose steps are short")
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="arms to run; ratios are to sync")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--longest", type=int, help="tokens of the longest answer, 16 times the median (8192; on the CPU 128)")
+    parser.add_argument("--arms", nargs="+", default=list(SCRIPTS), help="arms to run, each with its split if that is not half; "
+                        "ratios are to sync")
     parser.add_argument("--output-dir", default=os.path.join(ROOT, "runs", "bench_async_gpu"), help="folder of the runs")
     options, flags = parser.parse_known_args(argv)
-    options.median, options.longest = (512, 8192) if options.device == "cuda" else (8, 128)
+    options.longest = options.longest or (8192 if options.device == "cuda" else 128)
     options.shape = options.shape if options.device == "cuda" else "tiny"
-    for name in ARMS:                                              # of a run before
-        shutil.rmtree(os.path.join(options.output_dir, name), ignore_errors=True)
+    options.arms = {arm: split_of(arm, options.gpus, parser) for arm in options.arms}
+    for arm in options.arms:                                       # of a run before
+        shutil.rmtree(os.path.join(options.output_dir, folder_of(arm)), ignore_errors=True)
     return options, flags
+
+
+def split_of(arm, gpus, parser):
+    """'one_step_off:6+2' -> (6, 2): GPUs that train and that generate. With sync both are all of them."""
+    name, _, split = arm.partition(":")
+    sides = tuple(int(side) for side in split.split("+") if side.isdigit()) if split else (gpus - gpus // 2, gpus // 2)
+    if name not in SCRIPTS or len(sides) != 2 or sum(sides) != gpus or min(sides) < 1 or name == "sync" and split:
+        parser.error(f"--arms {arm}: give {', '.join(SCRIPTS)}; all but sync may have a split of the {gpus} GPUs (--gpus), like "
+                     f"one_step_off:{gpus - 1}+1")
+    return (gpus, gpus) if name == "sync" else sides
+
+
+def folder_of(arm):
+    return arm.replace(":", "-")
 
 
 def write_prompts(model, tokens, name="prompts", rows=4096):
@@ -114,42 +136,55 @@ def write_prompts(model, tokens, name="prompts", rows=4096):
     return path
 
 
-def arm_args(name, model, prompts, options, flags, num_rollout):
+def arm_args(arm, model, prompts, options, flags, num_rollout):
     """The arguments of an arm. Its own flags are its GPUs and, for the stream, how far it runs ahead."""
-    gpus = 2 if name == "sync" else 1
+    name, (training, rollout) = arm.partition(":")[0], options.arms.get(arm, (options.gpus, options.gpus))
     own = {"sync": ["--colocate"], "one_step_off": [], "stale": ["--staleness-threshold", str(options.threshold)],
            "partial": ["--staleness-threshold", str(options.threshold), "--partial-rollout"]}[name]
+    own += [] if name == "sync" else ["--rollout-num-gpus", str(rollout)]
     longest = options.prompt_tokens + options.longest
-    slots = min(768, 8 * math.ceil(options.groups * options.samples * (1 + options.threshold) / 8))    # what may be in flight
-    words = ["--hf-checkpoint", model, "--prompt-data", prompts, "--output-dir", options.output_dir, "--run-name", name,
+    fewest = min((split[1] for split in options.arms.values()), default=rollout)              # the servers stay from arm to arm
+    slots = min(768, 8 * math.ceil(options.groups * options.samples * (1 + options.threshold) / fewest / 8))   # may be in flight
+    words = ["--hf-checkpoint", model, "--prompt-data", prompts, "--output-dir", options.output_dir, "--run-name", folder_of(arm),
              "--num-rollout", str(num_rollout), "--rollout-batch-size", str(options.groups),
              "--n-samples-per-prompt", str(options.samples), "--rollout-max-prompt-len", str(options.prompt_tokens),
              "--rollout-max-response-len", str(options.longest), "--custom-rm-path", "harness.token_reward",
-             "--policy-old", "rollout", "--no-rollout-shuffle", "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(max(2 * options.longest, longest)),
-             "--no-record", "--use-distributed-optimizer", "--device", options.device, "--actor-num-gpus-per-node", str(gpus),
+             "--policy-old", "rollout", "--no-rollout-shuffle", "--use-dynamic-batch-size",
+             "--max-tokens-per-gpu", str(max(2 * options.longest, longest)),
+             "--use-distributed-optimizer", "--device", options.device, "--actor-num-gpus-per-node", str(training),
              "--sglang-server-concurrency", str(slots), "--sglang-load-format", "dummy", *own]
     if options.device == "cuda":
         words += ["--bf16", "--update-weight-buffer-size", str(2 << 30), "--sglang-mem-fraction-static", ".45",
                   "--sglang-cuda-graph-max-bs-decode", str(slots)]         # beyond it decoding would be several times slower
-    return parse_args([*words, *flags], f"{ARMS[name].__name__}.py")
+    return parse_args([*words, *flags], f"{SCRIPTS[name].__name__}.py")
 
 
-def measure(name, model, prompts, options, flags, servers):
+def measure(arm, model, prompts, options, flags, servers):
     """Runs an arm. Returns its samples and tokens per second."""
-    streams = name in ("stale", "partial")
-    warm, counted = {"sync": (1, 1), "one_step_off": (1, 1), "stale": (1, 1), "partial": (4, 2)}[name]
-    counted *= options.steps
-    print(f"\n{name}: {warm} + {counted} steps", flush=True)
-    args = arm_args(name, model, prompts, options, flags, warm + counted)
-    rows = resident.run(ARMS[name], args, servers, ahead=4 if streams else 0)[warm:]
+    name = arm.partition(":")[0]
+    warm, counted = STEPS[name][0], STEPS[name][1] * options.steps
+    print(f"\n{arm}: {warm} + {counted} steps", flush=True)
+    args = arm_args(arm, model, prompts, options, flags, warm + counted)
+    rows = resident.run(SCRIPTS[name], args, servers, ahead=4 if args.fully_async else 0)[warm:]
     mean = lambda key: statistics.fmean(row[key] for row in rows)
     step, size, length = mean("perf/step_time"), options.groups * options.samples, mean("rollout/response_len")
     rate = size / step
-    print(f"{name}: {rate:.2f} samples/s, {rate * length:.0f} response tokens/s; {len(rows)} steps of {size} samples, {step:.2f} s "
+    print(f"{arm}: {rate:.2f} samples/s, {rate * length:.0f} response tokens/s; {len(rows)} steps of {size} samples, {step:.2f} s "
           f"each = wait {mean('perf/wait_prev_gen'):.2f} + sync {mean('sync/time'):.2f} + train {mean('perf/train_time'):.2f} + other; "
           f"idle: engine {mean('perf/rollout_idle_share'):.0%}, trainer {mean('perf/train_idle_share'):.0%}; mean length {length:.0f}; "
-          f"lag {mean('staleness/mean'):.2f}, at most {max(row['staleness/max'] for row in rows)}", flush=True)
+          f"lag {mean('staleness/mean'):.2f}, at most {max(row['staleness/max'] for row in rows)}{predicted(args, options, arm)}",
+          flush=True)
     return rate, rate * length
+
+
+def predicted(args, options, arm):
+    """What the simulator says of an arm's step from the lengths and rates of the synchronous one."""
+    if "sync" not in options.arms or arm == "sync":
+        return ""
+    flags, _ = simulate.fit(os.path.join(options.output_dir, "sync"))
+    own = {name: getattr(args, name) for name in ("staleness_threshold", "partial_rollout")}
+    result = simulate.run(SimpleNamespace(**{**flags, **own, "mode": simulate.MODES[args.script], "steps": 12, "split": options.arms[arm]}))
+    return f"; predicted from sync: {result.means['step']:.2f} s a step"
 
 
 def main():
@@ -158,23 +193,25 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         model = make_shape(options.shape, folder)
         prompts = write_prompts(model, options.prompt_tokens)
-        force_lengths(options.groups, options.samples, options.median, options.longest)
+        force_lengths(options.groups, options.samples, options.longest // 16, options.longest)
         placement.TrainWorker = RandomWorker
         args = arm_args("sync", model, prompts, options, flags, 1)
         placement.start_ray(args)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))    # so that `finally` is reached; Ray has put its own there
         try:
-            resident.start_servers(args, resident.hold_gpus(2, args), servers)
-            for name in sorted(options.arms, key="sync".__ne__):
-                if name != "sync":
-                    servers[0].stop()                              # its GPU is the trainer's alone from now on
-                rates[name] = measure(name, model, prompts, options, flags, servers if name == "sync" else servers[1:])
+            resident.start_servers(args, resident.hold_gpus(options.gpus, args), servers)
+            for arm in sorted(options.arms, key=lambda arm: -options.arms[arm][1]):
+                rollout = options.arms[arm][1]
+                for server in servers[:-rollout]:                  # their GPUs are the trainer's alone from now on
+                    server.stop()
+                servers = servers[-rollout:]
+                rates[arm] = measure(arm, model, prompts, options, flags, servers)
                 say(rates)
         finally:
             resident.stop(servers)
     if "sync" in rates:
-        print("async " + " ".join(f"{name} {rates[name][0] / rates['sync'][0]:.2f}" for name in ("one_step_off", "stale", "partial")
-                                  if name in rates), flush=True)
+        print("async " + " ".join(f"{arm} {rates[arm][0] / rates['sync'][0]:.2f}" for arm in rates if arm != "sync")
+              + (f" on {options.gpus} GPUs" if options.gpus > 2 else ""), flush=True)
 
 
 def say(rates):
