@@ -34,12 +34,12 @@ FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads
 ACTIVATIONS = 1.68               # what a layer keeps, in units of 4 hidden + 2 (queries + keys and values) + 3 inner numbers
 FULL = 0.95                      # of a GPU's memory: the rest is the driver's, NCCL's and fragments
 RATES = {                        # with what each stands on; "measured": docs/gpu/results.md
-    "train_tflops": (400, "measured"),          # of a GPU, as 6 x parameters of a token: 4B 319, 8B 422
+    "train_tflops": (400, "measured"),          # of a GPU, as 6 x parameters of a token: 4B 322, 8B 418
     "train_tflops_moe": (200, "assumed"),       # with experts
     "read_tb_s": (2.9, "assumed"),              # of a GPU's memory in decoding: 0.6 of an H200's 4.8
     "decode_ms": (1.5, "from one run"),         # of a decoding step besides reading: 2.5-3B's 8,192 tokens in 30.7 s
-    "sync_ms": (9.1, "measured"),               # of a sync besides bytes: the line through 0.6B and 8B
-    "nvlink_gb_s": (369, "measured"),           # of a sync inside a node: the same line
+    "sync_ms": (6.1, "measured"),               # of a sync besides bytes: the line through 0.6B and 8B
+    "nvlink_gb_s": (351, "measured"),           # of a sync inside a node: the same line
     "network_gb_s": (40, "assumed"),            # between nodes, one source at a time: a card of 400 Gbit/s
     "lengths": ("lognormal", "assumed"),        # as --lengths of scripts/simulate.py; without numbers: median 1/16 of the longest
 }

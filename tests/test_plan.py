@@ -46,6 +46,8 @@ def test_experts_count_as_the_model_cards_say(name, total, active):
 @pytest.mark.parametrize("name, words, buckets, measured", [
     ("qwen3-4b", ["--max-tokens-per-gpu", "8192", "--use-distributed-optimizer"], False, 122),
     ("qwen3-8b", ["--max-tokens-per-gpu", "4096", "--use-distributed-optimizer", "--actor-num-gpus-per-node", "2"], False, 130),
+    ("qwen3-8b", ["--max-tokens-per-gpu", "4096", "--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "2"], False, 92),
+    ("qwen3-8b", ["--max-tokens-per-gpu", "4096", "--pipeline-model-parallel-size", "2", "--actor-num-gpus-per-node", "2"], False, 103),
     ("qwen2.5-3b", ["--max-tokens-per-gpu", "9216", "--update-weight-buffer-size", str(2 << 30)], True, 109.4),
     ("qwen2.5-3b", ["--max-tokens-per-gpu", "9216", "--update-weight-buffer-size", str(2 << 30), "--use-distributed-optimizer",
                     "--actor-num-gpus-per-node", "2"], True, 90.9),
