@@ -138,7 +138,8 @@ def case_args(model, folder, options, flags, name, engines):
     sizes = options.layouts[name]
     words = ["--hf-checkpoint", model, "--prompt-data", f"{model}/prompts.jsonl", "--num-rollout", "1", "--device", options.device,
              "--output-dir", folder, "--run-name", f"run-{os.path.basename(model)}-{name}-{engines}",
-             "--rollout-max-prompt-len", "64", "--rollout-max-response-len", "64", "--update-weight-buffer-size", str(options.update_weight_buffer_size),
+             "--rollout-max-prompt-len", "64", "--rollout-max-response-len", "64",
+             "--update-weight-buffer-size", str(options.update_weight_buffer_size),
              "--tensor-model-parallel-size", str(sizes["tp"]), "--pipeline-model-parallel-size", str(sizes["pp"]),
              "--actor-num-gpus-per-node", str(ranks(sizes)), "--rollout-batch-size", str(4 * sizes["dp"]),
              "--rollout-num-gpus", str(engines * options.rollout_num_gpus_per_engine),

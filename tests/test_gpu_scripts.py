@@ -1,5 +1,6 @@
 """The scripts that measure on GPUs: what of them can be checked without one."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -12,6 +13,7 @@ sys.path[:0] = [os.path.join(ROOT, "scripts"), os.path.join(ROOT, "scripts", "gp
 import pytest
 
 import bench_async_gpu
+import bench_sync
 import harness
 import rollout
 import scripted_engine
@@ -54,6 +56,28 @@ def test_every_answer_has_the_length_that_it_is_given(tmp_path, monkeypatch):
     assert len(samples) == 8
     for s in samples:
         assert len(s.response_tokens) == bench_async_gpu.forced_length(s.row, s.index, 4, 2, 8, 24)
+
+
+def test_arms_name_their_split_and_servers_its_slots(monkeypatch, capsys):
+    """6+2 of eight GPUs: six train, two generate. Slots of a server: those that two need for what may be in flight."""
+    words = ["--device", "cpu", "--gpus", "8", "--groups", "72", "--samples", "8", "--threshold", "1.5", "--output-dir", "/nowhere"]
+    options, flags = bench_async_gpu.parse([*words, "--arms", "sync", "one_step_off:6+2", "partial", "--bf16"])
+    assert options.arms == {"sync": (8, 8), "one_step_off:6+2": (6, 2), "partial": (4, 4)} and flags == ["--bf16"]
+    monkeypatch.setattr(bench_async_gpu, "parse_args", lambda words, script: (words, script))
+    words, script = bench_async_gpu.arm_args("one_step_off:6+2", "model", "prompts", options, flags, 2)
+    given = dict(zip(words, words[1:]))
+    assert script == "train_async.py" and given["--actor-num-gpus-per-node"] == "6" and given["--rollout-num-gpus"] == "2"
+    assert given["--sglang-server-concurrency"] == "720"              # 72 x 8 x 2.5 / 2
+    for arm in ("one_step_off:6+3", "sync:4+4", "partial:8+0", "fast"):
+        with pytest.raises(SystemExit):
+            bench_async_gpu.parse(["--gpus", "8", "--arms", arm])
+        assert f"--arms {arm}: give sync, " in capsys.readouterr().err
+
+
+def test_layouts_of_a_sync():
+    assert bench_sync.layout("tp2pp2", None) == {"tp": 2, "pp": 2, "dp": 1} and bench_sync.ranks({"tp": 2, "pp": 2, "dp": 3}) == 12
+    with pytest.raises(SystemExit):
+        bench_sync.layout("tp2pp", argparse.ArgumentParser())
 
 
 def test_the_curve_adds_up_the_steps_and_the_evaluation_is_first_and_last(tmp_path):

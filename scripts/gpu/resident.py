@@ -1,7 +1,7 @@
 """Engines that stay while one run follows the other: a start takes a minute, and GPU time is short.
 
-`hold_gpus` reserves the GPUs for good, `start_servers` puts an engine on each, and `run` lets an entry script's loop work with
-those that it is given. Training rank i of every run is on the GPU of server i, as with --colocate; runs on disjoint GPUs
+`hold_gpus` reserves the GPUs for as long as Ray runs, `start_servers` puts an engine on each, and `run` lets an entry script's loop
+work with those that it is given. Training rank i of every run is on the GPU of server i, as with --colocate; runs on disjoint GPUs
 take the last server and leave the first GPU to the trainer: stop the first server before.
 """
 
@@ -26,6 +26,9 @@ from tracking import Tracker
 from trainer import TrainWorker
 
 
+RESERVE = placement.reserve
+
+
 class RandomWorker(TrainWorker):
     """A training rank that starts from random weights: a shape's folder has none."""
 
@@ -36,8 +39,8 @@ class RandomWorker(TrainWorker):
 
 
 def hold_gpus(count, args):
-    """Reserves GPUs for as long as this process lives; training rank i of every run takes the i-th. Returns their ids."""
-    options = placement.reserve(args, "GPU(s)", count, 1, 1)
+    """Reserves GPUs for as long as Ray runs; training rank i of every run takes the i-th. Returns their ids."""
+    options = RESERVE(args, "GPU(s)", count, 1, 1)
     placement.HELD.clear()                 # no launch frees them
     placement.reserve = lambda args, what, bundles, size, actors: options[:bundles * actors]
     if args.device == "cpu":
