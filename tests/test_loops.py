@@ -14,9 +14,9 @@ import psutil
 import pytest
 import requests
 
+import engines
 import harness
 import light
-import scripted_engine
 from buffer import Ledger
 
 
@@ -31,12 +31,12 @@ def engine():
     started = []
 
     def start(n=1, **options):
-        engines = scripted_engine.start(n, **{"vocab_size": 250, "lengths": "eos:4", **options})
-        started.extend(engines)
-        return [url for _, url in engines]
+        started.append(engines.Engines(n, again=False, **{"vocab_size": 250, "lengths": "eos:4", **options}))
+        return started[-1].urls
 
     yield start
-    scripted_engine.stop(started)
+    for each in started:
+        each.stop()
 
 
 def weights(out, name, step, optimizer=True):
