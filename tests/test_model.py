@@ -273,7 +273,7 @@ def train(ddp, optimizer, scheduler, steps, args):
     import model as M
     from megatron.core import parallel_state as mpu
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    packs, parts = micro_batches(samples()[rank::size], [2], args)
+    packs, parts = micro_batches(samples()[rank::size], [4], args)
     for _ in range(steps):
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
