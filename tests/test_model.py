@@ -7,6 +7,7 @@ import base64
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import os
 import random
@@ -553,15 +554,16 @@ def outcome(folder):
     done = set()
 
     def run(world):
-        mine = sorted((c for c in CASES if c[3] == world), key=lambda c: (           # new groups take time
-            c[4].tensor_model_parallel_size, c[4].pipeline_model_parallel_size, c[4].expert_model_parallel_size))
+        layout = lambda c: (c[4].tensor_model_parallel_size, c[4].pipeline_model_parallel_size, c[4].expert_model_parallel_size)
+        mine = sorted((c for c in CASES if c[3] == world), key=layout)
         for name in {c[2] for c in mine}:
             if not os.path.exists(os.path.join(folder, name)):
                 reference(name)["initial"].save_pretrained(os.path.join(folder, name))
         told = {name: {key: value for key, value in reference(name).items() if key != "initial"} for name in {c[2] for c in mine}}
         torch.save(told, os.path.join(folder, f"references{world}.pt"))
-        with contextlib.suppress(mp.ProcessExitedException):  # the case's own error is in its file
-            run_ranks(worker, world, mine, folder, 240)
+        for _, cases in itertools.groupby(mine, layout):     # the threads of groups that are gone would slow down those that come
+            with contextlib.suppress(mp.ProcessExitedException):  # the case's own error is in its file
+                run_ranks(worker, world, list(cases), folder, 240)
 
     def get(label):
         world = next(c[3] for c in CASES if c[0] == label)
