@@ -1,6 +1,7 @@
 """A checkpoint in one parallel layout, read in another: the tensors that transformers would see, of weights, masters and both
 moments, are equal to the bit; and the training goes on as it would have in the layout that saved."""
 
+import itertools
 import json
 import os
 import traceback
@@ -45,7 +46,7 @@ def arguments(layout):
 
 
 def groups(job):
-    """Jobs with the same ones follow each other, since it takes time to make them."""
+    """Jobs with the same ones follow each other and share processes."""
     args = arguments(job[-1])
     return args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
 
@@ -157,11 +158,12 @@ def folder(tmp_path_factory):
         starts = {pair[:2] for pair in PAIRS if LAYOUTS[pair[1]][0] == world} - done
         jobs = [*sorted(sorted(starts), key=groups), *sorted((pair for pair in mine if pair[:2] in starts | done), key=groups)]
         done |= set(jobs)
-        try:
-            test_model.run_ranks(worker, world, jobs, folder, 180)
-        except mp.ProcessExitedException:
-            with open(os.path.join(folder, "error")) as f:
-                pytest.fail(f.read())
+        for _, part in itertools.groupby(jobs, groups):
+            try:
+                test_model.run_ranks(worker, world, list(part), folder, 180)
+            except mp.ProcessExitedException:
+                with open(os.path.join(folder, "error")) as f:
+                    pytest.fail(f.read())
     return folder
 
 
