@@ -26,6 +26,8 @@ from buffer import Dropped, Group, Ledger, Sample
 from data import render
 from examples import calculator
 from rollout import RolloutManager
+from test_model import run_ranks
+from trainer import TrainWorker
 
 FAMILIES = sorted(chat_templates.SPECIAL)
 TOKENIZERS = {name: chat_templates.make_tokenizer(name) for name in FAMILIES}
@@ -437,6 +439,16 @@ def test_a_stream_of_conversations_is_interrupted_continued_trained_and_replayed
     assert harness.same_bits(*(harness.saved_state(tmp_path, name, 8) for name in ("talks", "again")))
 
 
+def train_batches(rank, world, port, job, out):
+    args, batches = job
+    worker, metrics = TrainWorker(args, rank, f"127.0.0.1:{port}"), []
+    for step, batch in enumerate(batches):
+        worker.send_weights([None])                # to no engine
+        metrics.append(worker.train(step, batch))
+    if rank == 0:
+        torch.save(metrics, f"{out}/metrics{world}.pt")
+
+
 @pytest.mark.contract
 @pytest.mark.parallel
 def test_samples_that_fill_up_a_step_change_nothing(model, tmp_path):
@@ -454,15 +466,14 @@ def test_samples_that_fill_up_a_step_change_nothing(model, tmp_path):
                 sample.status = "completed"
             groups.append(Group(group_id, 0, 0, samples))
         save_groups(str(tmp_path / f"{step}.npz"), groups)
-    for ranks, rig in ((1, light), (2, harness)):
-        rig.succeed("train_sync.py", harness.flags(model, tmp_path, f"ranks{ranks}", [], num_rollout=2, global_batch_size=4,
-                                                   actor_num_gpus_per_node=ranks, debug_train_only=True, kl_coef=0.1,
-                                                   load_debug_rollout_data=str(tmp_path / "{step}.npz")))
-    args = [SimpleNamespace(fully_async=False, mask_offpolicy_in_partial_rollout=False, global_batch_size=4, data_parallel_size=n)
-            for n in (1, 2)]
-    sizes = [[make_batch(a, 0, load_groups(str(tmp_path / f"{step}.npz")))["update_sizes"] for step in range(2)] for a in args]
+    flags = dict(global_batch_size=4, kl_coef=0.1, debug_train_only=True, load_debug_rollout_data=str(tmp_path / "{step}.npz"))
+    args = [parse_args(harness.flags(model, tmp_path, "run", actor_num_gpus_per_node=ranks, **flags)) for ranks in (1, 2)]
+    batches = [[make_batch(a, step, load_groups(str(tmp_path / f"{step}.npz"))) for step in range(2)] for a in args]
+    sizes = [[batch["update_sizes"] for batch in two_steps] for two_steps in batches]
     assert sizes[0] != sizes[1], "nothing had to be filled up: the test shows nothing"
-    one, two = (harness.metrics(tmp_path, f"ranks{ranks}") for ranks in (1, 2))
+    for job in zip(args, batches):
+        run_ranks(train_batches, job[0].world_size, job, str(tmp_path), 120)
+    one, two = (torch.load(tmp_path / f"metrics{ranks}.pt") for ranks in (1, 2))
     for name in ("train/loss", "train/grad_norm", "train/first_ppo_kl"):
         assert [row[name] for row in one] == pytest.approx([row[name] for row in two], rel=1e-4, abs=1e-6), name
     assert one[1]["train/grad_norm"] > 1e-3

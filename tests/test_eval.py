@@ -10,9 +10,9 @@ import time
 import pytest
 import requests
 
+import engines
 import harness
 import light
-import scripted_engine
 from args import parse_args
 from buffer import Sample
 from engine import NoEngineLeft
@@ -62,9 +62,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def engine():
-    servers = scripted_engine.start(1, vocab_size=250, lengths="10", unit_seconds=0.0, budget=24)
-    yield servers[0][1]
-    scripted_engine.stop(servers)
+    server = engines.Engines(1, again=False, vocab_size=250, lengths="10", unit_seconds=0.0, budget=24)
+    yield server.urls[0]
+    server.stop()
 
 
 def sets(model):

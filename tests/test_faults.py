@@ -337,7 +337,9 @@ def check_who_listens(pid):
 
 
 def run_until_killed(words, who, tmp_path):
-    """Kills the process in the third step: the run ends within 30 s and names it."""
+    """Kills the process behind three steps: the run ends within 30 s and names it. Returns its output."""
+    before = len(records(tmp_path, "trained"))
+
     def kill():
         check_who_listens(process.pid)
         killer.heard = True
@@ -345,7 +347,7 @@ def run_until_killed(words, who, tmp_path):
             os.kill(json.load(f)["pid"], signal.SIGKILL)
 
     process = harness.start("train_async.py", words)
-    killer = after(lambda: len(records(tmp_path, "trained")) >= 3, kill)
+    killer = after(lambda: len(records(tmp_path, "trained")) >= before + 3, kill)
     try:
         output, _ = process.communicate(timeout=240)
     finally:
@@ -353,36 +355,31 @@ def run_until_killed(words, who, tmp_path):
     assert process.returncode == 1 and killer.heard and time.time() - killer.acted < 30
     last = output.splitlines()[-3:]           # what Ray passes on of the other processes may come behind it
     assert any(f"error: RuntimeError: {who} has died: " in line for line in last), output[-2000:]
+    return output
 
 
-def test_a_training_rank_that_dies_ends_the_run_with_its_rank_and_another_layout_goes_on(model, fleet, tmp_path):
-    """One of two data-parallel ranks is killed in a step: the other one must not wait for --distributed-timeout. What they saved is
-    loaded by two tensor-parallel ranks: the same weights, to the bit (a learning rate of 0 keeps them), that one rank finds in it;
-    each prompt is trained once."""
+def test_a_rank_and_then_a_rollout_manager_that_die_end_the_run_with_their_names_and_other_layouts_go_on(model, fleet, tmp_path):
+    """One of two data-parallel ranks is killed in a step: the other one must not wait for --distributed-timeout. Two
+    tensor-parallel ranks go on from their checkpoint, at a learning rate of 0, until the rollout manager is killed, with all that
+    it holds. What one rank finds in the checkpoints of both is the same weights, to the bit; each prompt is trained once."""
     one = fleet(1)
     words = lambda steps, **flags: harness.flags(model, tmp_path, "run", one.urls, **{
-        "num_rollout": steps, "save_interval": 2, "actor_num_gpus_per_node": 2, "distributed_timeout": 300, **flags})
+        "num_rollout": steps, "save_interval": 2, "distributed_timeout": 300, **flags})
+    load = {"load": str(tmp_path / "run")}
     saved = lambda: max(checkpoint.complete(tmp_path / "run" / "checkpoints"), default=0)
     exported = lambda folder: {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
-    run_until_killed(words(1000), "training rank 1", tmp_path)
+    run_until_killed(words(1000, actor_num_gpus_per_node=2), "training rank 1", tmp_path)
+    first = saved()
+    light.succeed("train_async.py", words(first, save_hf=str(tmp_path / "before"), **load))
 
-    steps, before = saved(), tmp_path / "before"
-    light.succeed("train_async.py", words(steps, actor_num_gpus_per_node=1, save_hf=str(before), load=str(tmp_path / "run")))
-    output = harness.succeed("train_async.py", words(steps + 3, tensor_model_parallel_size=2, lr=0, load=str(tmp_path / "run"),
-                                                     save_hf=str(tmp_path / "after")))
+    again = words(1000, actor_num_gpus_per_node=2, tensor_model_parallel_size=2, lr=0, **load)
+    output = run_until_killed(again, "rollout manager", tmp_path)
     assert "random states of the ranks are not kept, all else is" in output
-    assert harness.same_bits(exported(before), exported(tmp_path / "after"))
-    assert not harness.same_bits(exported(before), load_file(os.path.join(model, "model.safetensors")))
-    check_nothing_is_lost(tmp_path, steps + 3)
-
-
-def test_a_rollout_manager_that_dies_ends_the_run_with_its_name_and_a_resume_goes_on(model, fleet, tmp_path):
-    """With all that it holds: the resumed run trains each prompt once."""
-    one = fleet(1)
-    words = lambda steps, **flags: harness.flags(model, tmp_path, "run", one.urls, num_rollout=steps, save_interval=2, **flags)
-    run_until_killed(words(1000), "rollout manager", tmp_path)
-    steps = max(checkpoint.complete(tmp_path / "run" / "checkpoints")) + 3
-    light.succeed("train_async.py", words(steps, load=str(tmp_path / "run")))
+    assert saved() > first
+    steps = saved() + 3
+    light.succeed("train_async.py", words(steps, lr=0, save_hf=str(tmp_path / "after"), **load))
+    assert harness.same_bits(exported(tmp_path / "before"), exported(tmp_path / "after"))
+    assert not harness.same_bits(exported(tmp_path / "before"), load_file(os.path.join(model, "model.safetensors")))
     check_nothing_is_lost(tmp_path, steps)
 
 

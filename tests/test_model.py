@@ -7,8 +7,8 @@ import base64
 import contextlib
 import copy
 import functools
+import itertools
 import json
-import multiprocessing
 import os
 import random
 import time
@@ -23,10 +23,11 @@ import torch.nn.functional as F
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import light
 from engine import pick_port
 from fingerprint import check_fingerprints, fingerprint
 
-STEPS, TEMPERATURE, ENTROPY = 3, 0.7, 0.05
+STEPS, TEMPERATURE, ENTROPY = 2, 0.7, 0.05
 ARGS = Namespace(
     tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False, bf16=False,
     recompute_granularity=None, lr=1e-3, min_lr=0.0, lr_decay_style="constant", lr_warmup_iters=0, lr_decay_iters=None,
@@ -40,9 +41,8 @@ MODELS = {  # name: (architecture, config)
     "qwen2": ("Qwen2", {}), "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, **EXPERTS}),
-    **{f"{name}-deep": (arch, {"num_hidden_layers": 4, **config}) for name, arch, config in (
-        ("llama", "Llama", {}), ("qwen2", "Qwen2", {}), ("qwen3", "Qwen3", {"head_dim": 16}),
-        ("qwen3_moe", "Qwen3Moe", {"head_dim": 16, **EXPERTS}))},
+    "qwen2-deep": ("Qwen2", {"num_hidden_layers": 4}),
+    "qwen3_moe-deep": ("Qwen3Moe", {"num_hidden_layers": 4, "head_dim": 16, **EXPERTS}),
     "qwen3_moe-raw": ("Qwen3Moe", {"head_dim": 16, **EXPERTS, "norm_topk_prob": False, "num_experts_per_tok": 3}),
 }
 
@@ -97,6 +97,20 @@ def hf_scores(model, data, temperature):
     return out
 
 
+def router_logits(model, data):
+    """Of each sample, each layer's scores [tokens, experts]; [] without experts."""
+    out = []
+    note = lambda gate, args: out[-1].append(F.linear(args[0].flatten(0, -2), gate.weight))
+    hooks = [layer.mlp.gate.register_forward_pre_hook(note) for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    for tokens, _, _ in data if hooks else ():
+        out.append([])
+        with torch.no_grad():
+            model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return out
+
+
 def objective(logp, entropy, advantages):
     """Its sum over all samples, over the tokens of all of them, is the loss."""
     return -(advantages * logp).sum() - ENTROPY * entropy.sum()
@@ -108,6 +122,7 @@ def reference(name):
     with torch.no_grad():
         scores = {t: hf_scores(model, data, t) for t in (1.0, TEMPERATURE)}
     initial = copy.deepcopy(model)
+    weights = per_expert((n, p.detach()) for n, p in initial.named_parameters())
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     adam = torch.optim.AdamW([{"params": matrices, "weight_decay": ARGS.weight_decay},
@@ -123,8 +138,8 @@ def reference(name):
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), ARGS.clip_grad).item())
         adam.step()
         curve.append(loss.item())
-    return {"initial": initial, "scores": scores, "grads": grads, "curve": curve, "norms": norms,
-            "final": per_expert((n, p.detach()) for n, p in model.named_parameters())}
+    return {"initial": initial, "weights": weights, "scores": scores, "router": router_logits(initial, data), "grads": grads,
+            "curve": curve, "norms": norms, "final": per_expert((n, p.detach()) for n, p in model.named_parameters())}
 
 
 # ---- what runs in the processes -------------------------------------------------------------------------------------
@@ -216,24 +231,23 @@ def equivalence(folder, ref, args):
     import model as M
     mpu = setup_parallel(args)
     hf, model = build(folder, args)
-    want = per_expert((n, p.detach()) for n, p in ref["initial"].named_parameters())
     back = gathered(model, hf)
-    result = {"roundtrip": 0 if equal(back, want) else 1}
+    result = {"roundtrip": 0 if equal(back, ref["weights"]) else 1}
 
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     data, tokens = samples(), sum(n for _, n, _ in samples())
     mine = range(rank, len(data), size)
     packs, parts = micro_batches([data[i] for i in mine], [2, 1, 3, 2], args)
-    for temperature in (1.0, TEMPERATURE):
-        def collect(hidden, i):
-            return (real_logits(model, hidden),
-                    *M.token_logprobs(model, hidden, packs[i].labels, temperature, chunk=16, entropy=True))
-        found = M.run([model], packs, collect, forward_only=True)
-        if found:
-            wanted = [torch.cat(column) for column in zip(*(ref["scores"][temperature][i] for i in mine))]
-            for name, f, w in zip(("logits", "logp", "entropy"), (torch.cat(c) for c in zip(*found)), wanted):
-                assert not f.requires_grad
-                result[f"{name}@{temperature}"] = (f - w).abs().max().item()
+
+    def collect(hidden, i):
+        logits = real_logits(model, hidden)
+        return [(logits, *M.token_logprobs(model, hidden, packs[i].labels, temperature, chunk=16, entropy=True))
+                for temperature in (1.0, TEMPERATURE)]
+    for temperature, found in zip((1.0, TEMPERATURE), zip(*M.run([model], packs, collect, forward_only=True))):
+        wanted = [torch.cat(column) for column in zip(*(ref["scores"][temperature][i] for i in mine))]
+        for name, f, w in zip(("logits", "logp", "entropy"), (torch.cat(c) for c in zip(*found)), wanted):
+            assert not f.requires_grad
+            result[f"{name}@{temperature}"] = (f - w).abs().max().item()
 
     ddp, optimizer, scheduler = M.wrap(model, args)
     curve, norms = [], []
@@ -260,7 +274,7 @@ def train(ddp, optimizer, scheduler, steps, args):
     import model as M
     from megatron.core import parallel_state as mpu
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    packs, parts = micro_batches(samples()[rank::size], [2], args)
+    packs, parts = micro_batches(samples()[rank::size], [4], args)
     for _ in range(steps):
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
@@ -278,14 +292,9 @@ def routing(folder, ref, args):
     mpu = setup_parallel(args)
     hf, model = build(folder, args)
     data, batch = samples(), {"tokens": [], "response_lengths": [], "versions": [], "experts": []}
-    logits = []
-    for layer in ref["initial"].model.layers:
-        layer.mlp.gate.register_forward_pre_hook(lambda gate, args: logits.append(F.linear(args[0].flatten(0, -2), gate.weight)))
     for i, (tokens, n, _) in enumerate(data):
-        logits.clear()
-        with torch.no_grad():
-            ref["initial"](torch.tensor([tokens]))
-        chosen = torch.stack([layer[-n - 1:-1].topk(hf.num_experts_per_tok).indices for layer in logits], dim=1).int().numpy()
+        logits = [layer[-n - 1:-1] for layer in ref["router"][i]]
+        chosen = torch.stack([layer.topk(hf.num_experts_per_tok).indices for layer in logits], dim=1).int().numpy()
         first = n // 2                        # of version 0; none is said of an odd sample's rest, of version 1
         pieces = [[0, first, chosen[:first]], [first, n - first, chosen[first:]]][:1 if i % 2 else 2]
         batch["tokens"].append(np.array(tokens))
@@ -465,9 +474,11 @@ def layouts(world):
             for ep in sizes if world // (tp * pp) % ep == 0]
 
 
-# four stages take a model of four layers
-TABLE = [case(equivalence, name + "-deep" * (layout["pp"] > 2), world, **layout) for world in (2, 4) for layout in layouts(world)
-         for name in ("llama", "qwen2", "qwen3", "qwen3_moe") if layout["ep"] == 1 or name == "qwen3_moe"]
+# Four stages take a model of four layers. On four ranks two families have the tensors of all: qwen2 those of llama and biases,
+# qwen3_moe the norms of qwen3 and experts.
+FAMILIES = {2: ("llama", "qwen2", "qwen3", "qwen3_moe"), 4: ("qwen2", "qwen3_moe")}
+TABLE = [case(equivalence, name + "-deep" * (layout["pp"] > 2), world, **layout) for world, names in FAMILIES.items()
+         for layout in layouts(world) for name in names if layout["ep"] == 1 or name == "qwen3_moe"]
 CASES = [
     *(case(equivalence, name, 1) for name in MODELS if not name.endswith("-deep")),
     case(equivalence, "qwen3", 1, recompute_granularity="full"),
@@ -498,7 +509,7 @@ def worker(rank, world, port, cases, folder):
     torch.set_num_threads(1)
     import model as M
     M.init_parallel(rank, world, f"tcp://127.0.0.1:{port}", 1, 1, seed=1, timeout_s=60)
-    references = torch.load(os.path.join(folder, f"references{world}.pt"), weights_only=False)
+    references = torch.load(os.path.join(folder, f"references{world}.pt"), weights_only=True)
     for label, kind, name, _, args in cases:
         started = time.time()
         try:
@@ -519,7 +530,7 @@ def worker(rank, world, port, cases, folder):
 
 def run_ranks(worker, world, jobs, folder, seconds):
     """worker(rank, world, port, jobs, folder) in a process for each rank. mp.ProcessExitedException when one fails."""
-    multiprocessing.set_forkserver_preload(["model", "torch._dynamo"])  # imported once for all processes
+    light.server()                              # has imported everything, once for all processes
     port = pick_port(None, "127.0.0.1", "rendezvous")
     context = mp.start_processes(worker, (world, port, jobs, folder), world, join=False, start_method="forkserver")
     deadline = time.time() + seconds
@@ -543,14 +554,16 @@ def outcome(folder):
     done = set()
 
     def run(world):
-        mine = sorted((c for c in CASES if c[3] == world), key=lambda c: (           # new groups take time
-            c[4].tensor_model_parallel_size, c[4].pipeline_model_parallel_size, c[4].expert_model_parallel_size))
+        layout = lambda c: (c[4].tensor_model_parallel_size, c[4].pipeline_model_parallel_size, c[4].expert_model_parallel_size)
+        mine = sorted((c for c in CASES if c[3] == world), key=layout)
         for name in {c[2] for c in mine}:
             if not os.path.exists(os.path.join(folder, name)):
                 reference(name)["initial"].save_pretrained(os.path.join(folder, name))
-        torch.save({c[2]: reference(c[2]) for c in mine}, os.path.join(folder, f"references{world}.pt"))
-        with contextlib.suppress(mp.ProcessExitedException):  # the case's own error is in its file
-            run_ranks(worker, world, mine, folder, 240)
+        told = {name: {key: value for key, value in reference(name).items() if key != "initial"} for name in {c[2] for c in mine}}
+        torch.save(told, os.path.join(folder, f"references{world}.pt"))
+        for _, cases in itertools.groupby(mine, layout):     # the threads of groups that are gone would slow down those that come
+            with contextlib.suppress(mp.ProcessExitedException):  # the case's own error is in its file
+                run_ranks(worker, world, list(cases), folder, 240)
 
     def get(label):
         world = next(c[3] for c in CASES if c[0] == label)

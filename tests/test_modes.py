@@ -6,9 +6,9 @@ import os
 import pytest
 import requests
 
+import engines
 import harness
 import light
-import scripted_engine
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +18,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def engine():
-    servers = scripted_engine.start(1, vocab_size=250, lengths="3:1,1:10", unit_seconds=0.004, budget=24)
-    yield servers[0][1]
-    scripted_engine.stop(servers)
+    server = engines.Engines(1, again=False, vocab_size=250, lengths="3:1,1:10", unit_seconds=0.004, budget=24)
+    yield server.urls[0]
+    server.stop()
 
 
 @pytest.mark.contract
@@ -63,13 +63,13 @@ def test_a_mismatch_of_engine_and_trainer_ends_the_run(model, engine, tmp_path):
 @pytest.mark.contract
 def test_the_speed_report_predicts_the_synchronous_step(model, engine, tmp_path):
     """What one-step-off would take without overlap, put together from its own clock, against train_sync.py with these flags."""
-    servers = scripted_engine.start(1, vocab_size=250, lengths="40", unit_seconds=0.01, budget=40)
+    server = engines.Engines(1, again=False, vocab_size=250, lengths="40", unit_seconds=0.01, budget=40)
     try:
-        flags = dict(num_rollout=12, rollout_max_response_len=40, max_tokens_per_gpu=256)
-        light.succeed("train_async.py", harness.flags(model, tmp_path, "async", [servers[0][1]], **flags))
-        light.succeed("train_sync.py", harness.flags(model, tmp_path, "sync", [servers[0][1]], **flags))
+        flags = dict(num_rollout=8, rollout_max_response_len=40, max_tokens_per_gpu=256)
+        light.succeed("train_async.py", harness.flags(model, tmp_path, "async", server.urls, **flags))
+        light.succeed("train_sync.py", harness.flags(model, tmp_path, "sync", server.urls, **flags))
     finally:
-        scripted_engine.stop(servers)
+        server.stop()
     with open(tmp_path / "async" / "speed.json") as f:
         said = json.load(f)
     assert said["sync"] - said["async"] == pytest.approx(said["hidden generation"] + said["fewer syncs"])

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import signal
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -114,7 +113,9 @@ def node_of(nodes, actor):
 
 
 @pytest.mark.drill
-def test_without_a_node_of_engines_the_run_goes_on_and_a_new_node_gets_its_engine(model, nodes, tmp_path):
+def test_without_a_node_of_engines_the_run_goes_on_without_one_of_trainers_it_ends_and_resumes_exactly(model, nodes, tmp_path):
+    """A new node gets the lost engine. The end comes in bounded time and with the cause; on another node the run ends with the
+    weights of one that nothing happened to."""
     process = harness.start("tests/scripted_server.py", words(model, tmp_path, nodes, 2, num_rollout=1000))
     wait_for(process, lambda: len(records(tmp_path, "trained")) >= 3)
     lost, before = time.time(), len(records(tmp_path, "trained"))
@@ -125,24 +126,13 @@ def test_without_a_node_of_engines_the_run_goes_on_and_a_new_node_gets_its_engin
     wait_for(process, lambda: states(tmp_path) == ["lost", "ready", "up"])
     up, again = (records(tmp_path, "engine")[i][key] for i, key in ((2, "time"), (0, "engine")))
     wait_for(process, lambda: any(r["engine"] == again and r["time"] > up for r in records(tmp_path, "submit")))
-    process.send_signal(signal.SIGTERM)                    # however many steps it took
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 143, output[-3000:]
-    groups = [group for record in records(tmp_path, "trained") for group in record["groups"]]
-    assert sorted(groups) == list(range(4 * len(records(tmp_path, "trained")))) and not records(tmp_path, "drop")
 
-
-@pytest.mark.drill
-def test_without_a_node_of_trainers_the_run_ends_and_resumes_exactly(model, nodes, tmp_path):
-    """In bounded time and with the cause; on another node it ends with the weights of a run that nothing happened to."""
-    process = harness.start("tests/scripted_server.py", words(model, tmp_path, nodes, 1, num_rollout=1000))
-    saved = lambda: checkpoint.complete(tmp_path / "run" / "checkpoints")
-    wait_for(process, saved)
     nodes.remove_node(node_of(nodes, "TrainWorker"), allow_graceful=False)
     output, _ = process.communicate(timeout=60)            # half of what a broken group would take to be noticed
     assert process.returncode == 1
     assert re.search(r"^error: RuntimeError: training rank 0 has died: .*node", output, re.M), output[-2000:]
-    steps = max(saved()) + 2                               # what it did beyond the checkpoint is void, and done again
+    assert not records(tmp_path, "drop")
+    steps = max(checkpoint.complete(tmp_path / "run" / "checkpoints")) + 2      # what it did beyond is void, and done again
     words_again = words(model, tmp_path, nodes, 1, num_rollout=steps, load=tmp_path / "run")
     harness.succeed("tests/scripted_server.py", words_again, timeout=300)
     outcomes = Ledger.outcomes(str(tmp_path / "run" / "ledger.jsonl"))

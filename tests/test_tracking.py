@@ -16,11 +16,11 @@ import pytest
 
 import harness
 import light
-import scripted_engine
 import tracking
 import watchdog
 from args import parse_args
 from buffer import Ledger
+from engines import Engines
 from tracking import (RECENT, advice, all_rewards_equal, free, long_prompts, parts, read_spans, step_line, truncated_responses,
                       waiting_for_generation, write_timeline)
 
@@ -202,9 +202,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def engines():
-    servers = scripted_engine.start(2, vocab_size=250, lengths="3:1,1:10", unit_seconds=0.01, budget=24)
-    yield [url for _, url in servers]
-    scripted_engine.stop(servers)
+    servers = Engines(2, again=False, vocab_size=250, lengths="3:1,1:10", unit_seconds=0.01, budget=24)
+    yield servers.urls
+    servers.stop()
 
 
 def slow_reward(args, samples):

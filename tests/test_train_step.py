@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import harness
+import test_model
 from args import parse_args
 from engine import pick_port
 
@@ -230,10 +230,11 @@ def hand_made_advantages(case, batch, ref):
 
 
 # ---- the workers ------------------------------------------------------------------------------------------
-def work(rank, cases, model, out, master):
+def work(rank, world, port, jobs, out):
     from megatron.core import parallel_state as mpu
 
     from trainer import TrainWorker
+    cases, master = jobs
     for name, policy_old, args in cases:
         worker = TrainWorker(args, rank, master(name, policy_old))
         metrics = [worker.train(0, make_batch(0))]
@@ -276,7 +277,7 @@ def results(tmp_path_factory):
               for case, (flags, names) in CORRECTED.items() for name in names]
     for world in (1, 2):
         mine = [case for case in cases if case[2].world_size == world]
-        mp.spawn(work, (mine, model, str(out), Masters(mine)), nprocs=world)
+        test_model.run_ranks(work, world, (mine, Masters(mine)), str(out), 180)
     batches = [make_batch(0), make_batch(1)]
     return out, ({policy_old: reference(model, batches, policy_old) for policy_old in ("rollout", "recompute")}
                  | {case: corrected_reference(model, batches, case) for case in CORRECTED})
