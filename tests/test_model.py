@@ -535,7 +535,7 @@ def run_ranks(worker, world, jobs, folder, seconds):
     context = mp.start_processes(worker, (world, port, jobs, folder), world, join=False, start_method="forkserver")
     deadline = time.time() + seconds
     try:
-        while not context.join(timeout=1):
+        while not context.join(timeout=0.1):
             assert time.time() < deadline, f"the {world} processes did not finish in {seconds} s"
     finally:
         for process in context.processes:
