@@ -14,7 +14,6 @@ every engine rank by fingerprints; that goes on while the first requests run, an
 
 import argparse
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -30,7 +29,7 @@ import resident
 import placement
 from args import parse_args
 from engine import free_address
-from shapes import make_shape
+from shapes import layout_flags, make_shape, ranks, read_layout
 from sync_weights import sync_weights
 from trainer import TrainWorker
 
@@ -94,19 +93,8 @@ def parse():
     parser.add_argument("--update-weight-buffer-size", type=int, default=2 << 30)
     options, flags = parser.parse_known_args()            # --sglang-...
     options.named = options.layouts != ["dp1"] or options.engines != [1]
-    options.layouts = {name: layout(name, parser) for name in options.layouts}
+    options.layouts = {name: read_layout(name, "--layouts", parser) for name in options.layouts}
     return options, flags
-
-
-def layout(name, parser):
-    """'tp2pp2' -> {"tp": 2, "pp": 2, "dp": 1}."""
-    if not re.fullmatch(r"((tp|pp|dp)[1-9]\d*)+", name):
-        parser.error(f"--layouts {name}: give sizes like tp2pp2 or dp4")
-    return {"tp": 1, "pp": 1, "dp": 1} | {kind: int(size) for kind, size in re.findall(r"(..)(\d+)", name)}
-
-
-def ranks(sizes):
-    return sizes["tp"] * sizes["pp"] * sizes["dp"]
 
 
 def measure(model, folder, options, flags):
@@ -138,15 +126,13 @@ def case_args(model, folder, options, flags, name, engines):
     sizes = options.layouts[name]
     words = ["--hf-checkpoint", model, "--prompt-data", f"{model}/prompts.jsonl", "--num-rollout", "1", "--device", options.device,
              "--output-dir", folder, "--run-name", f"run-{os.path.basename(model)}-{name}-{engines}",
-             "--rollout-max-prompt-len", "64", "--rollout-max-response-len", "64",
-             "--update-weight-buffer-size", str(options.update_weight_buffer_size),
-             "--tensor-model-parallel-size", str(sizes["tp"]), "--pipeline-model-parallel-size", str(sizes["pp"]),
-             "--actor-num-gpus-per-node", str(ranks(sizes)), "--rollout-batch-size", str(4 * sizes["dp"]),
+             "--rollout-max-prompt-len", "64", "--rollout-max-response-len", "64", "--rollout-batch-size", str(4 * sizes["dp"]),
+             "--update-weight-buffer-size", str(options.update_weight_buffer_size), *layout_flags(sizes),
              "--rollout-num-gpus", str(engines * options.rollout_num_gpus_per_engine),
-             "--rollout-num-gpus-per-engine", str(options.rollout_num_gpus_per_engine), "--sglang-load-format", "dummy", *flags]
+             "--rollout-num-gpus-per-engine", str(options.rollout_num_gpus_per_engine), "--sglang-load-format", "dummy"]
     if options.device == "cuda":
         words += ["--bf16", "--sglang-mem-fraction-static", ".6"]
-    return parse_args(words, "train_async.py")
+    return parse_args([*words, *flags], "train_async.py")
 
 
 def time_syncs(args, servers, size, syncs):

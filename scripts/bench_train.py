@@ -4,15 +4,15 @@ packed 4k-token samples.
     python scripts/bench_train.py 4B                                      one GPU
     python scripts/bench_train.py 8B --gpus 2 --max-tokens-per-gpu 4096
         data parallel, optimizer states split
-    python scripts/bench_train.py 8B --gpus 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+    python scripts/bench_train.py 8B --layout tp2pp2                      four GPUs
     python scripts/bench_train.py tiny --device cpu --length 256          a rehearsal
     python scripts/bench_train.py 4B --profile  the kernels that take the time
 
 Counted are the model's operations, 6 for each weight and token (the head at response positions
 only) and those of causal attention; recomputation does not count. Last line: `train 4B 0.46 13228`
-= that share of the matrix peak measured in this run, tokens per second on all GPUs. On more than
-two GPUs, or not data parallel, the layout stands behind the shape: `train 8B:tp2pp2 0.40 30000`. With --dry-run the memory
-is estimated, and nothing is started.
+= that share of the matrix peak measured in this run, tokens per second on all GPUs. With
+--layout it stands behind the shape: `train 8B:tp2pp2 0.40 30000`. With --dry-run the memory is
+estimated, and nothing is started.
 """
 
 import argparse
@@ -30,16 +30,17 @@ import torch
 import torch.multiprocessing as mp
 
 import plan
-from args import parse_args
+from args import parse_args, read_config
 from engine import free_address
-from shapes import make_shape, random_weights
+from shapes import layout_flags, make_shape, random_weights, ranks, read_layout
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", help="0.6B, 1.7B, 4B, 8B or tiny")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gpus", type=int, default=1, help="data parallel")
+    parser.add_argument("--layout", help="instead of --gpus: tp2, tp2pp2, dp4, ...")
     parser.add_argument("--samples", type=int, default=16, help="of a step, on each GPU")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sample, an eighth of them the prompt")
     parser.add_argument("--max-tokens-per-gpu", type=int, default=8192)
@@ -47,6 +48,8 @@ def main():
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     options, flags = parser.parse_known_args()             # any flag of the trainer
+    options.sizes = read_layout(options.layout or f"dp{options.gpus}", "--layout", parser)
+    options.gpus, options.case = ranks(options.sizes), options.shape + f":{options.layout}" * bool(options.layout)
     with tempfile.TemporaryDirectory() as folder:
         if options.dry_run:
             return estimate(options, flags, folder)
@@ -71,7 +74,7 @@ def rank_main(rank, options, flags, folder, queue):
             worker.train(step, make_batch(options, worker.hf, step))
         seconds.append(time.perf_counter() - started)
     if rank == 0:
-        queue.put(result(options, args, worker.hf, seconds))
+        queue.put(result(options, worker.hf, seconds))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -82,34 +85,27 @@ def rank_args(rank, options, flags, folder):
     words = ["--hf-checkpoint", path, "--prompt-data", f"{path}/prompts.jsonl", "--output-dir", folder, "--run-name", f"rank{rank}",
              "--num-rollout", "1", "--rollout-batch-size", str(options.samples * options.gpus // 4), "--n-samples-per-prompt", "4",
              "--rollout-max-prompt-len", str(prompt), "--rollout-max-response-len", str(options.length - prompt),
-             "--actor-num-gpus-per-node", str(options.gpus), "--use-dynamic-batch-size", "--use-distributed-optimizer",
+             *layout_flags(options.sizes), "--use-dynamic-batch-size", "--use-distributed-optimizer",
              "--max-tokens-per-gpu", str(options.max_tokens_per_gpu), "--device", options.device, *flags]
     return parse_args(words + ["--bf16"] * (options.device == "cuda"), "train_sync.py")
 
 
-def result(options, args, hf, seconds):
+def result(options, hf, seconds):
     tokens = options.samples * options.gpus * options.length
     step_time, peak = statistics.median(seconds[1:]), matrix_peak(options.device) * options.gpus
     share = flops(hf, options) * options.samples * options.gpus / step_time / peak
     memory = torch.cuda.max_memory_allocated() / 1e9 if options.device == "cuda" else 0.0
     print(f"{options.shape}: {step_time:.2f} s for {tokens} tokens on {options.gpus} GPUs; peak {peak / options.gpus / 1e12:.0f} "
           f"TFLOP/s each; {memory:.0f} GB used; steps {[round(s, 2) for s in seconds]}", flush=True)
-    return f"train {case(options, args)} {share:.2f} {tokens / step_time:.0f}"
-
-
-def case(options, args):
-    """The shape, and the layout where it is more than data parallel on one or two GPUs."""
-    sizes = {"tp": args.tensor_model_parallel_size, "pp": args.pipeline_model_parallel_size, "dp": args.data_parallel_size}
-    named = options.gpus > 2 or sizes["dp"] < options.gpus
-    return options.shape + (":" + "".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1) if named else "")
+    return f"train {options.case} {share:.2f} {tokens / step_time:.0f}"
 
 
 def estimate(options, flags, folder):
     options.device = "cuda"                                # for its memory; it need not be there
     args = rank_args(0, options, [*flags, "--dry-run"], folder)
-    parts = plan.trainer_memory(args, plan.known_config(f"qwen3-{options.shape}"))
+    parts = plan.trainer_memory(args, read_config(args.hf_checkpoint, "--hf-checkpoint"))
     parts.pop("buckets of the sync")                       # there is none
-    print(f"{case(options, args)} on {options.gpus} GPUs: {sum(parts.values()):.1f} of {args.gpu_memory_gb:.0f} GB = "
+    print(f"{options.case} on {options.gpus} GPUs: {sum(parts.values()):.1f} of {args.gpu_memory_gb:.0f} GB = "
           + " + ".join(f"{part} {size:.1f}" for part, size in parts.items() if size), flush=True)
 
 

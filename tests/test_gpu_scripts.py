@@ -13,10 +13,10 @@ sys.path[:0] = [os.path.join(ROOT, "scripts"), os.path.join(ROOT, "scripts", "gp
 import pytest
 
 import bench_async_gpu
-import bench_sync
 import harness
 import rollout
 import scripted_engine
+import shapes
 import smollm2
 from args import parse_args
 from batch import load_groups
@@ -74,10 +74,10 @@ def test_arms_name_their_split_and_servers_its_slots(monkeypatch, capsys):
         assert f"--arms {arm}: give sync, " in capsys.readouterr().err
 
 
-def test_layouts_of_a_sync():
-    assert bench_sync.layout("tp2pp2", None) == {"tp": 2, "pp": 2, "dp": 1} and bench_sync.ranks({"tp": 2, "pp": 2, "dp": 3}) == 12
+def test_layouts_have_names():
+    assert shapes.read_layout("tp2pp2", "--layout", None) == {"tp": 2, "pp": 2, "dp": 1} and shapes.ranks({"tp": 2, "pp": 2, "dp": 3}) == 12
     with pytest.raises(SystemExit):
-        bench_sync.layout("tp2pp", argparse.ArgumentParser())
+        shapes.read_layout("tp2pp", "--layout", argparse.ArgumentParser())
 
 
 def test_the_curve_adds_up_the_steps_and_the_evaluation_is_first_and_last(tmp_path):

@@ -143,7 +143,7 @@ def arm_args(arm, model, prompts, options, flags, num_rollout):
            "partial": ["--staleness-threshold", str(options.threshold), "--partial-rollout"]}[name]
     own += [] if name == "sync" else ["--rollout-num-gpus", str(rollout)]
     longest = options.prompt_tokens + options.longest
-    fewest = min((split[1] for split in options.arms.values()), default=rollout)              # the servers stay from arm to arm
+    fewest = min(split[1] for split in options.arms.values())       # the servers stay from arm to arm
     slots = min(768, 8 * math.ceil(options.groups * options.samples * (1 + options.threshold) / fewest / 8))   # may be in flight
     words = ["--hf-checkpoint", model, "--prompt-data", prompts, "--output-dir", options.output_dir, "--run-name", folder_of(arm),
              "--num-rollout", str(num_rollout), "--rollout-batch-size", str(options.groups),
@@ -183,7 +183,8 @@ def predicted(args, options, arm):
         return ""
     flags, _ = simulate.fit(os.path.join(options.output_dir, "sync"))
     own = {name: getattr(args, name) for name in ("staleness_threshold", "partial_rollout")}
-    result = simulate.run(SimpleNamespace(**{**flags, **own, "mode": simulate.MODES[args.script], "steps": 12, "split": options.arms[arm]}))
+    own |= {"mode": simulate.MODES[args.script], "steps": 12, "split": options.arms[arm]}
+    result = simulate.run(SimpleNamespace(**{**flags, **own}))
     return f"; predicted from sync: {result.means['step']:.2f} s a step"
 
 

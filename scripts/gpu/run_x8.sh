@@ -24,19 +24,11 @@ if [[ "$DEVICE" == cuda || "$*" == plan ]]; then
          --sglang-mem-fraction-static .35)
 fi
 
-flags_of() {   # tp2pp2 -> --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2; data parallel is what is left
-  [[ "$1" =~ tp([0-9]+) ]] && echo "--tensor-model-parallel-size ${BASH_REMATCH[1]}"
-  [[ "$1" =~ pp([0-9]+) ]] && echo "--pipeline-model-parallel-size ${BASH_REMATCH[1]}"
-  return 0
-}
-
 train() {      # train [--dry-run]
-  local line case gpus
+  local line case
   for line in "${TRAIN[@]}"; do
     for case in $line; do
-      IFS=, read -ra gpus <<< "${case#*:}"
-      CUDA_VISIBLE_DEVICES="${case#*:}" run "train-${case%:*}" scripts/bench_train.py "$SHAPE" --gpus "${#gpus[@]}" \
-        $(flags_of "${case%:*}") "${STEP[@]}" "$@" &
+      CUDA_VISIBLE_DEVICES="${case#*:}" run "train-${case%:*}" scripts/bench_train.py "$SHAPE" --layout "${case%:*}" "${STEP[@]}" "$@" &
     done
     wait
   done

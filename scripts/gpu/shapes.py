@@ -3,6 +3,7 @@ is timed on them does not depend on what the numbers are: the engine loads dummy
 
 import json
 import os
+import re
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
@@ -33,6 +34,22 @@ def make_shape(name, folder):
     with open(os.path.join(path, "prompts.jsonl"), "w") as f:
         f.writelines(json.dumps({"prompt": "1+2=", "label": "3"}) + "\n" for _ in range(4096))
     return path
+
+
+def read_layout(name, flag, parser):
+    """'tp2pp2' -> {"tp": 2, "pp": 2, "dp": 1}: how a model is split over training ranks. The parser's error if it is none."""
+    if not re.fullmatch(r"((tp|pp|dp)[1-9]\d*)+", name):
+        parser.error(f"{flag} {name}: give sizes like tp2pp2 or dp4")
+    return {"tp": 1, "pp": 1, "dp": 1} | {kind: int(size) for kind, size in re.findall(r"(..)(\d+)", name)}
+
+
+def ranks(sizes):
+    return sizes["tp"] * sizes["pp"] * sizes["dp"]
+
+
+def layout_flags(sizes):
+    return ["--tensor-model-parallel-size", str(sizes["tp"]), "--pipeline-model-parallel-size", str(sizes["pp"]),
+            "--actor-num-gpus-per-node", str(ranks(sizes))]
 
 
 def random_weights():
