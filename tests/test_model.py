@@ -143,24 +143,12 @@ def reference(name):
 
 
 # ---- what runs in the processes -------------------------------------------------------------------------------------
-LAYOUT = []      # tensor, pipeline and expert parallel sizes of this process's groups
-
-
-def setup_parallel(args):
-    from megatron.core import parallel_state as mpu
-    from megatron.core import tensor_parallel
-    layout = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
-    if LAYOUT == [layout]:
-        return mpu
-    LAYOUT[:] = [layout]
-    mpu.destroy_model_parallel()
-    for group in list(dist.distributed_c10d._world.pg_map):      # which leaves their threads, of every case, behind
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    mpu.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
-                                  expert_model_parallel_size=args.expert_model_parallel_size, create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    return mpu
+def join(rank, world, port, args):
+    """This process's groups, in the layout that all of its cases have."""
+    import model as M
+    torch.set_num_threads(1)
+    M.init_parallel(rank, world, f"tcp://127.0.0.1:{port}", args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
+                    seed=1, timeout_s=60, ep=args.expert_model_parallel_size)
 
 
 def build(folder, args, load=True):
@@ -229,7 +217,7 @@ def real_logits(model, hidden):
 def equivalence(folder, ref, args):
     """Distances from transformers: weights there and back, logits, log-probs, entropy, gradients, updates."""
     import model as M
-    mpu = setup_parallel(args)
+    from megatron.core import parallel_state as mpu
     hf, model = build(folder, args)
     back = gathered(model, hf)
     result = {"roundtrip": 0 if equal(back, ref["weights"]) else 1}
@@ -289,7 +277,7 @@ def routing(folder, ref, args):
     import numpy as np
     import model as M
     import trainer
-    mpu = setup_parallel(args)
+    from megatron.core import parallel_state as mpu
     hf, model = build(folder, args)
     data, batch = samples(), {"tokens": [], "response_lengths": [], "versions": [], "experts": []}
     for i, (tokens, n, _) in enumerate(data):
@@ -328,7 +316,6 @@ def resume(folder, ref, args):
     """Three updates, save, two more; a fresh model loads and makes the same two: equal to the bit."""
     import model as M
     import rank_state
-    setup_parallel(args)
     hf, model = build(folder, args)
     state = M.wrap(model, args)
     train(*state, 3, args)
@@ -355,7 +342,6 @@ def export(folder, ref, args):
     """Two updates, then save_hf, twice into the same folder; the test loads it with transformers."""
     import model as M
     import weight_map
-    setup_parallel(args)
     hf, model = build(folder, args)
     out = f"{folder}-export-{args.tensor_model_parallel_size}-{args.pipeline_model_parallel_size}"
     weight_map.save_hf(model, hf, folder, out)
@@ -372,7 +358,6 @@ def export(folder, ref, args):
 def packing(folder, ref, args):
     """The same samples, packed in four ways, shuffled and with an empty micro-batch: log-probs and gradients."""
     import model as M
-    setup_parallel(args)
     hf, model = build(folder, args)
     ddp, optimizer, _ = M.wrap(model, args)
     data, found = samples(), []
@@ -410,7 +395,6 @@ class WidestLogits(TorchDispatchMode):
 def chunks(folder, ref, args):
     """The logits of no more than `chunk` rows exist at a time, forward and backward."""
     import model as M
-    setup_parallel(args)
     hf, model = build(folder, args)
     packs, parts = micro_batches(samples(), [8], args)
     assert len(packs[0].labels) > 64
@@ -423,7 +407,6 @@ def chunks(folder, ref, args):
 def still(folder, ref, args):
     """A learning rate of 0 leaves every bit as it is."""
     import model as M
-    setup_parallel(args)
     hf, model = build(folder, args)
     before = {n: fingerprint(t) for n, t in gathered(model, hf).items()}
     state = M.wrap(model, args)
@@ -435,7 +418,6 @@ def still(folder, ref, args):
 def half(folder, ref, args):
     """bf16 with fp32 gradients and masters: near the fp32 scores, and the loss falls as it does in fp32."""
     import model as M
-    setup_parallel(args)
     hf, model = build(folder, args)
     packs, parts = micro_batches(samples(), [3], args)
     state = M.wrap(model, args)
@@ -506,9 +488,7 @@ CASES = [
 
 
 def worker(rank, world, port, cases, folder):
-    torch.set_num_threads(1)
-    import model as M
-    M.init_parallel(rank, world, f"tcp://127.0.0.1:{port}", 1, 1, seed=1, timeout_s=60)
+    join(rank, world, port, cases[0][4])
     references = torch.load(os.path.join(folder, f"references{world}.pt"), weights_only=True)
     for label, kind, name, _, args in cases:
         started = time.time()

@@ -92,7 +92,6 @@ def start(folder, name, layout):
     import model as M
     import rank_state
     args = arguments(layout)
-    test_model.setup_parallel(args)
     hf, model = test_model.build(os.path.join(folder, name), args)
     state = M.wrap(model, args)
     test_model.train(*state, 2, args)
@@ -111,7 +110,6 @@ def resume(folder, name, before, layout):
     import model as M
     import rank_state
     args = arguments(layout)
-    test_model.setup_parallel(args)
     hf, model = test_model.build(os.path.join(folder, name), args, load=False)
     state = M.wrap(model, args)
     rank_state.load(path(folder, name, before), *state, hf)
@@ -128,9 +126,7 @@ def resume(folder, name, before, layout):
 
 
 def worker(rank, world, port, jobs, folder):
-    torch.set_num_threads(1)
-    import model as M
-    M.init_parallel(rank, world, f"tcp://127.0.0.1:{port}", 1, 1, seed=1, timeout_s=60)
+    test_model.join(rank, world, port, arguments(jobs[0][-1]))
     try:
         for job in jobs:
             torch.manual_seed(1)
